@@ -1,0 +1,159 @@
+"""NABLA: block-sparse attention whose block mask is computed from q and k at every layer and step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from .abstract import AttentionBackend, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder, TokenOrder
+from .flex import block_sparse_attention
+from .mask import nabla_mask
+from .order import BLOCK, TILE
+from .reference import masked_attention
+
+
+@dataclass(frozen=True)
+class NablaAttentionMetadata(AttentionMetadata):
+    """What NABLA needs to know about a run and a step.
+
+    Attributes:
+        current_timestep: integer index of the denoising step.
+        sta_mask: window mask, bool `[1, 1, N, N]`, built once per run (`attention.sta_mask`).
+        P: mass of the block map to keep per row, in (0, 1].
+        visual_shape: `(T, H, W)` in tokens; N = T * H/8 * W/8.
+    """
+
+    sta_mask: torch.Tensor
+    P: float
+    visual_shape: tuple[int, int, int]
+
+
+class NablaAttentionMetadataBuilder(AttentionMetadataBuilder[NablaAttentionMetadata]):
+    """Builds `NablaAttentionMetadata` and checks it once, so that the layers need not."""
+
+    def build(
+        self,
+        current_timestep: int,
+        sta_mask: torch.Tensor,
+        P: float,
+        visual_shape: tuple[int, int, int],
+    ) -> NablaAttentionMetadata:
+        """Return the metadata of one step; fields as in `NablaAttentionMetadata`.
+
+        Raises:
+            ValueError: if P is not in (0, 1], a frame does not divide into tiles, or the mask has another size.
+        """
+        NablaAttentionBackend.require(visual_shape=visual_shape)
+        if not 0 < P <= 1:
+            raise ValueError(f"P={P}: the kept mass must be in (0, 1]")
+        T, H, W = visual_shape
+        N = T * H * W // BLOCK
+        if sta_mask.shape[-2:] != (N, N):
+            raise ValueError(f"sta_mask {tuple(sta_mask.shape)}: {visual_shape} tokens make {N} blocks")
+        return NablaAttentionMetadata(current_timestep, sta_mask.reshape(1, 1, N, N), float(P), (T, H, W))
+
+
+class NablaAttentionBackend(AttentionBackend):
+    """NABLA on the block-sparse kernel (`attention.flex`)."""
+
+    token_order: ClassVar[TokenOrder] = "blocks"
+
+    @staticmethod
+    def get_name() -> str:
+        """Return "NABLA_ATTN"."""
+        return "NABLA_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[NablaAttentionImpl]:
+        """Return `NablaAttentionImpl`."""
+        return NablaAttentionImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[NablaAttentionMetadata]:
+        """Return `NablaAttentionMetadata`."""
+        return NablaAttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[NablaAttentionMetadataBuilder]:
+        """Return `NablaAttentionMetadataBuilder`."""
+        return NablaAttentionMetadataBuilder
+
+    @classmethod
+    def validate_configuration(
+        cls, *, head_size: int | None = None, visual_shape: tuple[int, int, int] | None = None, **facts: Any
+    ) -> list[str]:
+        """Return the reasons why NABLA cannot run: besides the common ones, head size and frame size."""
+        reasons = super().validate_configuration(head_size=head_size, visual_shape=visual_shape, **facts)
+        if head_size is not None and (head_size % 8 or not 8 <= head_size <= 128):
+            reasons.append(f"head size {head_size}: multiples of 8 from 8 to 128 are supported")
+        if visual_shape is not None and (visual_shape[1] % TILE or visual_shape[2] % TILE):
+            H, W = visual_shape[1:]
+            reasons.append(
+                f"a frame of {H}x{W} tokens does not divide into {TILE}x{TILE} tiles; "
+                f"the next size that does is {H + -H % TILE}x{W + -W % TILE}"
+            )
+        return reasons
+
+
+class NablaAttentionImpl(AttentionImpl[NablaAttentionMetadata]):
+    """Selects the blocks of one layer from its q and k, and attends to them alone."""
+
+    backend: type[AttentionBackend] = NablaAttentionBackend
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        softmax_scale: float,
+        causal: bool = False,
+        num_kv_heads: int | None = None,
+        prefix: str = "",
+        **extra_impl_args: Any,
+    ) -> None:
+        self.backend.require(num_heads=num_heads, head_size=head_size, causal=causal, num_kv_heads=num_kv_heads)
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: NablaAttentionMetadata,
+    ) -> torch.Tensor:
+        """Return NABLA attention `[B, S, H, D]` for q and k after RoPE, in block order."""
+        kept_BHNN = nabla_mask(query, key, attn_metadata.sta_mask, attn_metadata.P)
+        return self.attend(query, key, value, kept_BHNN)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept_BHNN: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend to the kept blocks `[B, H, N, N]`."""
+        return block_sparse_attention(query, key, value, kept_BHNN, self.softmax_scale)
+
+
+class NablaReferenceBackend(NablaAttentionBackend):
+    """NABLA on the plain masked reference: the oracle, for any machine, at dense cost."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return "NABLA_REFERENCE"."""
+        return "NABLA_REFERENCE"
+
+    @staticmethod
+    def get_impl_cls() -> type[NablaReferenceImpl]:
+        """Return `NablaReferenceImpl`."""
+        return NablaReferenceImpl
+
+
+class NablaReferenceImpl(NablaAttentionImpl):
+    """Selects as `NablaAttentionImpl` does and attends with `masked_attention`."""
+
+    backend = NablaReferenceBackend
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept_BHNN: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend to the kept blocks `[B, H, N, N]` with the whole score matrix."""
+        return masked_attention(query, key, value, kept_BHNN, self.softmax_scale)

@@ -1,0 +1,34 @@
+"""The plain reference: dense softmax attention in fp32 under a block map. Every sparse kernel must match it."""
+
+from __future__ import annotations
+
+import torch
+
+from .order import BLOCK
+
+MAX_SCORE_BYTES = 4 * 2**30
+"""Largest score matrix that the reference will allocate: 4 GiB, about 16k tokens with four heads."""
+
+
+def masked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept_BHNN: torch.Tensor, softmax_scale: float
+) -> torch.Tensor:
+    """Return softmax(q k^T * scale) v over the kept blocks, for q, k, v `[B, S, H, D]`, in the dtype of `query`.
+
+    The whole `[B, H, S, S]` score matrix is built in fp32. Differentiable.
+
+    Raises:
+        ValueError: if the score matrix would be larger than `MAX_SCORE_BYTES`.
+    """
+    B, S, H, _ = query.shape
+    score_bytes = 4 * B * H * S * S
+    if score_bytes > MAX_SCORE_BYTES:
+        raise ValueError(
+            f"masked reference attention over {S} tokens with {H} heads and batch {B} needs a score matrix of "
+            f"{score_bytes / 2**30:.1f} GiB; its limit is {MAX_SCORE_BYTES / 2**30:.0f} GiB. Install a C++ compiler "
+            "(CPU) or Triton (CUDA) for the block-sparse kernel, or ask for fewer frames or a smaller size"
+        )
+    q_BHSD, k_BHSD, v_BHSD = (x_BSHD.transpose(1, 2).float() for x_BSHD in (query, key, value))
+    kept_BHSS = kept_BHNN.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+    scores_BHSS = (q_BHSD @ k_BHSD.transpose(-2, -1) * softmax_scale).masked_fill(~kept_BHSS, float("-inf"))
+    return (scores_BHSS.softmax(-1) @ v_BHSD).transpose(1, 2).to(query.dtype)

@@ -1,0 +1,79 @@
+"""The parts of a checkpoint: which classes its model_index.json may name, and which of ours or theirs load them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# diffusers finds a class outside its own libraries only in a module that is loaded already.
+from ..models import text_encoder as _text_encoder  # noqa: F401
+from ..models import transformer as _transformer  # noqa: F401
+
+PUBLISHED_PIPELINE = "Kandinsky5T2VPipeline"
+OUR_PIPELINE = "Kandinsky5NablaPipeline"
+
+_TRANSFORMER = ("kandinsky5_nabla.models.transformer", "Kandinsky5Transformer")
+_TEXT_ENCODER = ("kandinsky5_nabla.models.text_encoder", "QwenTextEncoder")
+_TOKENIZER = ("transformers", "Qwen2Tokenizer")
+
+# component -> class in model_index.json -> class that loads it. Nothing else is loaded.
+LOADERS: dict[str, dict[tuple[str, str], tuple[str, str]]] = {
+    "transformer": {("diffusers", "Kandinsky5Transformer3DModel"): _TRANSFORMER},
+    "vae": {("diffusers", "AutoencoderKLHunyuanVideo"): ("diffusers", "AutoencoderKLHunyuanVideo")},
+    "text_encoder": {
+        ("transformers", "Qwen2_5_VLForConditionalGeneration"): _TEXT_ENCODER,
+        ("transformers", "Qwen2_5_VLTextModel"): _TEXT_ENCODER,
+    },
+    "tokenizer": {
+        # The processor needs torchvision for its image side; only the text side is used.
+        ("transformers", "Qwen2VLProcessor"): _TOKENIZER,
+        ("transformers", "Qwen2_5_VLProcessor"): _TOKENIZER,
+        ("transformers", "Qwen2TokenizerFast"): _TOKENIZER,
+        ("transformers", "Qwen2Tokenizer"): _TOKENIZER,
+    },
+    "text_encoder_2": {("transformers", "CLIPTextModel"): ("transformers", "CLIPTextModel")},
+    "tokenizer_2": {
+        ("transformers", "CLIPTokenizer"): ("transformers", "CLIPTokenizer"),
+        ("transformers", "CLIPTokenizerFast"): ("transformers", "CLIPTokenizer"),
+    },
+    "scheduler": {("diffusers", "FlowMatchEulerDiscreteScheduler"): ("diffusers", "FlowMatchEulerDiscreteScheduler")},
+}
+
+# What save_pretrained writes for classes of ours, so that diffusers opens the folder.
+PUBLISHED_AS: dict[tuple[str, str], tuple[str, str]] = {
+    _TRANSFORMER: ("diffusers", "Kandinsky5Transformer3DModel"),
+    _TEXT_ENCODER: ("transformers", "Qwen2_5_VLTextModel"),
+}
+
+
+def to_loaders(index: dict[str, Any]) -> dict[str, Any]:
+    """Return a model_index.json whose components name the classes that load them.
+
+    Raises:
+        ValueError: if it is another pipeline's, lacks a component or names a class that is not in `LOADERS`.
+    """
+    pipeline = index.get("_class_name")
+    if pipeline not in (PUBLISHED_PIPELINE, OUR_PIPELINE):
+        raise ValueError(f"model_index.json is of a {pipeline}; a {PUBLISHED_PIPELINE} is needed")
+    problems, loaders = [], {}
+    for component, known in LOADERS.items():
+        named = index.get(component)
+        if not isinstance(named, (list, tuple)) or len(named) != 2:
+            problems.append(f"{component} is missing")
+        elif named[0] is None:  # saved without this part
+            loaders[component] = (None, None)
+        elif tuple(named) in known:
+            loaders[component] = known[tuple(named)]
+        else:
+            allowed = " or ".join(".".join(name) for name in known)
+            problems.append(f"{component} is a {'.'.join(map(str, named))}, only {allowed} is loaded")
+    if problems:
+        raise ValueError("model_index.json cannot be loaded: " + "; ".join(problems))
+    return {**index, **loaders}
+
+
+def to_published(index: dict[str, Any]) -> dict[str, Any]:
+    """Return a model_index.json that names the published classes."""
+    published = dict(index)
+    for component in LOADERS.keys() & index.keys():
+        published[component] = PUBLISHED_AS.get(tuple(index[component]), index[component])
+    return {**published, "_class_name": PUBLISHED_PIPELINE}

@@ -1,0 +1,111 @@
+"""Latents: their shape, the noise they start from, and the file that keeps them while they are decoded.
+
+Legend: B videos, T latent frames, H/W latent rows and columns, C channels.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .checks import Geometry
+
+STATE_VERSION = 1
+"""Version of the saved state: the tensor `latents`, fp32 `[B, T, H, W, C]`, and plain values."""
+
+
+def latent_shape(
+    num_frames: int, height: int, width: int, channels: int, geometry: Geometry
+) -> tuple[int, int, int, int]:
+    """Return `(T, H, W, C)` for a video of `num_frames` frames of `height` x `width` pixels."""
+    return (
+        (num_frames - 1) // geometry.temporal_ratio + 1,
+        height // geometry.spatial_ratio,
+        width // geometry.spatial_ratio,
+        channels,
+    )
+
+
+def make_generators(
+    count: int, generator: torch.Generator | Sequence[torch.Generator] | None, seed: int | None
+) -> list[torch.Generator | None]:
+    """Return one generator per video; video i of a seed has the seed `seed + i`, so each can be made alone.
+
+    Raises:
+        ValueError: if both are given, a list has another length, a generator is not on the CPU, or the seed is
+            no whole number of 0 to 2**63 - 1.
+    """
+    if generator is not None and seed is not None:
+        raise ValueError("give a generator or a seed, not both")
+    if seed is not None:
+        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= 2**63 - count:
+            raise ValueError(f"seed {seed!r}: must be a whole number from 0 to 2**63 - 1")
+        return [torch.Generator("cpu").manual_seed(seed + i) for i in range(count)]
+    if generator is None or isinstance(generator, torch.Generator):
+        generators: list[torch.Generator | None] = [generator] * count
+    else:
+        generators = [*generator]
+    if len(generators) != count:
+        raise ValueError(f"{len(generators)} generators for {count} videos: give one, or one for each video")
+    for one in generators:
+        if one is not None and one.device.type != "cpu":
+            raise ValueError(
+                f"a generator on {one.device}: noise is drawn on the CPU, so that a seed means the same on every "
+                'device; use torch.Generator("cpu") or seed='
+            )
+    return generators
+
+
+def draw_noise(shape: Sequence[int], generators: Sequence[torch.Generator | None]) -> torch.Tensor:
+    """Return standard normal noise `[len(generators), *shape]`, fp32 on the CPU.
+
+    Each video has a draw of its own from its generator (None is torch's global one), so that a video does not
+    depend on its neighbours, and every device starts from the same noise.
+    """
+    return torch.stack([torch.randn(*shape, generator=generator, dtype=torch.float32) for generator in generators])
+
+
+def require_finite(latents: torch.Tensor, when: str) -> None:
+    """Raise a ValueError if the latents have a NaN or an infinity: decoding would give black frames."""
+    if not torch.isfinite(latents).all():
+        raise ValueError(
+            f"the latents {when} are not finite (NaN or infinity). Likely causes: a dtype without the range "
+            "(try bfloat16 or float32 in place of float16) or damaged weights"
+        )
+
+
+def save_latents(path: str | os.PathLike, latents: torch.Tensor, **values: str | int | float) -> Path:
+    """Write the state of a finished denoising loop to a safetensors file; plain values go into its metadata.
+
+    The file is written under a temporary name and renamed, so that it is complete or not there.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    metadata = {name: str(value) for name, value in {"version": STATE_VERSION, **values}.items()}
+    try:
+        save_file({"latents": latents.detach().float().cpu().contiguous()}, partial, metadata=metadata)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def load_latents(path: str | os.PathLike) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    """Return the latents `[B, T, H, W, C]` of `save_latents` and the values that were saved with them.
+
+    Raises:
+        ValueError: if the file was written by another version.
+    """
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as state:
+        values = dict(state.metadata() or {})
+        if values.pop("version", None) != str(STATE_VERSION):
+            raise ValueError(f"{path} is not a latents file of version {STATE_VERSION}")
+        return state.get_tensor("latents"), values

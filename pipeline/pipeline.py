@@ -1,0 +1,323 @@
+"""`Kandinsky5NablaPipeline`: a diffusers pipeline from a prompt to a video."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLHunyuanVideo, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.video_processor import VideoProcessor
+from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
+
+from ..configs import find_preset, load_preset
+from ..models.text_encoder import QwenTextEncoder
+from ..models.transformer import Kandinsky5Transformer
+from .checks import Geometry, Settings
+from .components import to_loaders, to_published
+from .decode import decode_latents
+from .denoise import Guidance, denoise, make_attention_metadata
+from .embeddings import GivenText, for_transformer, number_of_prompts, split_rows
+from .latents import draw_noise, require_finite
+from .output import Kandinsky5PipelineOutput
+from .request import CALLBACK_TENSORS, Request, resolve_request
+from .schedule import make_sigmas
+from .text import TextEmbeddings, check_prefix_length, encode_prompts
+
+FALLBACK_PRESET = "lite-t2v-10s-sft"
+"""Whose defaults a checkpoint without a preset of its own gets."""
+
+Callback = Callable[["Kandinsky5NablaPipeline", int, torch.Tensor, dict[str, Any]], "dict[str, Any] | None"]
+"""Called as `callback(pipe, step, timestep, tensors)`; may return tensors that replace those it was given."""
+
+
+class Kandinsky5NablaPipeline(DiffusionPipeline):
+    """Kandinsky 5 text-to-video with NABLA attention.
+
+    Args:
+        transformer: the velocity model.
+        vae: HunyuanVideo's VAE.
+        text_encoder: Qwen2.5-VL's language model. This part and the next three may be None if every prompt comes
+            as embeddings.
+        tokenizer: Qwen's tokenizer.
+        text_encoder_2: CLIP's text model.
+        tokenizer_2: CLIP's tokenizer.
+        scheduler: only its `shift` is read; the schedule itself is `pipeline.schedule`.
+        preset: name of the preset whose values a call falls back to; `from_pretrained` finds it.
+
+    Raises:
+        ValueError: if the preset is unknown, or the tokenizer is not the one the checkpoint was trained with.
+    """
+
+    model_cpu_offload_seq = "text_encoder->text_encoder_2->transformer->vae"
+    _optional_components = ["text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "scheduler"]  # noqa: RUF012
+    _callback_tensor_inputs = list(CALLBACK_TENSORS)  # noqa: RUF012
+
+    def __init__(
+        self,
+        transformer: Kandinsky5Transformer,
+        vae: AutoencoderKLHunyuanVideo,
+        text_encoder: QwenTextEncoder | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        text_encoder_2: CLIPTextModel | None = None,
+        tokenizer_2: CLIPTokenizer | None = None,
+        scheduler: FlowMatchEulerDiscreteScheduler | None = None,
+        preset: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_modules(
+            transformer=transformer,
+            vae=vae,
+            text_encoder=text_encoder,
+            tokenizer=tokenizer,
+            text_encoder_2=text_encoder_2,
+            tokenizer_2=tokenizer_2,
+            scheduler=scheduler,
+        )
+        self.defaults = load_preset(preset or FALLBACK_PRESET)
+        if preset is not None:
+            self.register_to_config(preset=preset)
+            if tokenizer is not None:
+                check_prefix_length(tokenizer, self.defaults.prompt_prefix_tokens)
+        self.video_processor = VideoProcessor(vae_scale_factor=vae.config["spatial_compression_ratio"])
+        self._interrupt = False
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        negative_prompt: str | Sequence[str] | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_frames: int | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        num_videos_per_prompt: int = 1,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        seed: int | None = None,
+        latents: torch.Tensor | None = None,
+        prompt_embeds: torch.Tensor | None = None,
+        pooled_prompt_embeds: torch.Tensor | None = None,
+        prompt_embeds_mask: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        negative_pooled_prompt_embeds: torch.Tensor | None = None,
+        negative_prompt_embeds_mask: torch.Tensor | None = None,
+        scale_factor: tuple[float, float, float] | None = None,
+        shift: float | None = None,
+        nabla_P: float | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: Callback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+        max_sequence_length: int | None = None,
+    ) -> Kandinsky5PipelineOutput | tuple[Any]:
+        """Make videos of prompts. What is left out comes from the checkpoint's preset (`pipe.defaults`).
+
+        Args:
+            prompt: a text or several; or give `prompt_embeds`.
+            negative_prompt: one for all, or one for each prompt; the authors' default if None.
+            height: pixels, a multiple of 16, with NABLA of 128; like `width` and `num_frames` it follows from
+                `latents` where those are given.
+            width: pixels.
+            num_frames: 4k + 1.
+            num_inference_steps: Euler steps.
+            guidance_scale: w of classifier-free guidance; at 1 the negative prompt is never encoded.
+            num_videos_per_prompt: n; the result is ordered p0 p0 p1 p1.
+            generator: CPU generator of the noise, or one for each video.
+            seed: in place of a generator; video i has the noise of seed + i.
+            latents: noise `[B * n, T, H, W, C]` to start from; not written to.
+            prompt_embeds: Qwen embeddings `[B, L, D]`, with `pooled_prompt_embeds`.
+            pooled_prompt_embeds: CLIP embeddings `[B, D2]`.
+            prompt_embeds_mask: `[B, L]`, true for real tokens; None means that all are.
+            negative_prompt_embeds: as `prompt_embeds`, for B prompts or one for all.
+            negative_pooled_prompt_embeds: as `pooled_prompt_embeds`.
+            negative_prompt_embeds_mask: as `prompt_embeds_mask`.
+            scale_factor: RoPE divisors along t, h, w.
+            shift: s of the schedule.
+            nabla_P: mass of the block map that NABLA keeps, in (0, 1].
+            output_type: "pil", "np", "pt" or "latent" (`Kandinsky5PipelineOutput.frames`).
+            return_dict: return an output object, else a tuple.
+            callback_on_step_end: called as `callback(pipe, step, timestep, tensors)` after each step; may return a
+                dict of replaced tensors, and may set `pipe._interrupt = True`: the loop ends at once and the latents
+                are returned, nothing is decoded.
+            callback_on_step_end_tensor_inputs: names of the tensors that it gets.
+            max_sequence_length: limit of a prompt in tokens.
+
+        Raises:
+            ValueError: with every problem of the request, before anything is encoded; or if latents become
+                NaN or infinite.
+        """
+        request = resolve_request(
+            self,
+            GivenText(prompt, prompt_embeds, pooled_prompt_embeds, prompt_embeds_mask),
+            GivenText(
+                negative_prompt,
+                negative_prompt_embeds,
+                negative_pooled_prompt_embeds,
+                negative_prompt_embeds_mask,
+                prefix="negative_",
+            ),
+            latents=latents,
+            generator=generator,
+            seed=seed,
+            max_sequence_length=max_sequence_length,
+            output_type=output_type,
+            callback_tensors=callback_on_step_end_tensor_inputs,
+            height=height,
+            width=width,
+            num_frames=num_frames,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            shift=shift,
+            scale_factor=scale_factor,
+            nabla_P=nabla_P,
+            num_videos=num_videos_per_prompt,
+        )
+        self._interrupt = False
+        guidance = self._encode(request)
+        latents = draw_noise(request.latent_shape, request.generators) if latents is None else latents
+        latents = self._denoise(
+            latents, guidance, request.settings, callback_on_step_end, callback_on_step_end_tensor_inputs
+        )
+        frames = latents if output_type == "latent" or self._interrupt else self.decode(latents, output_type)
+        self.maybe_free_model_hooks()
+        return Kandinsky5PipelineOutput(frames=frames) if return_dict else (frames,)
+
+    @property
+    def interrupt(self) -> bool:
+        """Whether a callback has asked the running call to stop; it does so by `pipe._interrupt = True`."""
+        return self._interrupt
+
+    @property
+    def geometry(self) -> Geometry:
+        """How pixels and frames become tokens in this checkpoint, with the attention backend chosen now."""
+        return Geometry(
+            self.vae.config["spatial_compression_ratio"],
+            self.vae.config["temporal_compression_ratio"],
+            tuple(self.transformer.config["patch_size"]),
+            tiled=self.transformer.attention_backend.token_order == "blocks",
+        )
+
+    def encode_prompt(self, prompts: Sequence[str], max_sequence_length: int | None = None) -> TextEmbeddings:
+        """Return the embeddings of B prompts, `[B, L, D]`, `[B, L]` and `[B, D2]` (`pipeline.text`)."""
+        return encode_prompts(
+            list(prompts),
+            self.tokenizer,
+            self.text_encoder,
+            self.tokenizer_2,
+            self.text_encoder_2,
+            max_sequence_length=max_sequence_length or self.defaults.max_sequence_length,
+            device=self._execution_device,
+            dtype=self.transformer.dtype,
+        )
+
+    def decode(self, latents: torch.Tensor, output_type: str = "pil") -> Any:
+        """Return the frames of latents `[B, T, H, W, C]`, as `Kandinsky5PipelineOutput.frames` describes.
+
+        Raises:
+            ValueError: if the latents are not finite.
+        """
+        require_finite(latents, "that were to be decoded")
+        video_BCFHW = decode_latents(self.vae, latents, self._execution_device)
+        return self.video_processor.postprocess_video(video_BCFHW, output_type)
+
+    def _encode(self, request: Request) -> Guidance:
+        """Encode what is not encoded yet, all of it at once, so that offloaded encoders move only once."""
+        sources = [source for source in (request.positive, request.negative) if source is not None]
+        lists = [source for source in sources if isinstance(source, list)]
+        rows = iter(())
+        if lists:
+            encoded = self.encode_prompt([text for texts in lists for text in texts], request.max_sequence_length)
+            rows = iter(split_rows(encoded, [len(texts) for texts in lists]))
+        count = number_of_prompts(request.positive) * request.settings.num_videos
+        texts = []
+        for source in sources:
+            text = next(rows) if isinstance(source, list) else source
+            repeats = count // number_of_prompts(text)
+            texts.append(for_transformer(text, repeats, self._execution_device, self.transformer.dtype))
+        return Guidance(texts[0], texts[1] if len(texts) == 2 else None, request.settings.guidance_scale)
+
+    def _denoise(
+        self,
+        latents: torch.Tensor,
+        guidance: Guidance,
+        settings: Settings,
+        callback: Callback | None,
+        callback_tensors: Sequence[str],
+    ) -> torch.Tensor:
+        device = self._execution_device
+        sigmas = make_sigmas(settings.num_inference_steps, settings.shift)
+        metadata = make_attention_metadata(self.transformer, latents.shape[1:], settings.nabla_P, device)
+        with self.progress_bar(total=settings.num_inference_steps) as bar:  # pyright: ignore[reportCallIssue]
+
+            def on_step_end(
+                step: int, latents: torch.Tensor, guidance: Guidance
+            ) -> tuple[torch.Tensor, Guidance] | None:
+                bar.update()
+                if callback is not None:
+                    tensors = _callback_tensors(latents, guidance, callback_tensors)
+                    changed = callback(self, step, sigmas[step] * 1000, tensors) or {}
+                    latents, guidance = _with_changes(latents, guidance, changed)
+                return None if self._interrupt else (latents, guidance)
+
+            return denoise(
+                self.transformer,
+                latents.to(device, torch.float32),
+                sigmas,
+                guidance,
+                settings.scale_factor,
+                metadata,
+                on_step_end,
+            )
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
+    ) -> Kandinsky5NablaPipeline:
+        """Load a checkpoint in the Diffusers layout: a folder, or a repository of the Hub.
+
+        Args:
+            pretrained_model_name_or_path: the folder or Hub id.
+            kwargs: as for `DiffusionPipeline.from_pretrained`. `torch_dtype` is fp32 if left out; the VAE is loaded
+                in fp32 always and runs in bf16 on a GPU. `preset` names the preset of the call's defaults; if left
+                out it is found by the repository's name or the folder's model_index.json.
+
+        Raises:
+            ValueError: if the checkpoint is of another model, or names a class that is not on the list.
+        """
+        given = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or torch.float32
+        kwargs["dtype"] = given if isinstance(given, dict) else {"default": given, "vae": torch.float32}
+        preset = find_preset(str(pretrained_model_name_or_path))
+        if preset is not None:
+            kwargs.setdefault("preset", preset.name)
+        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+    @classmethod
+    def load_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """Read model_index.json, with the classes that load its parts in place of the published ones."""
+        loaded = super().load_config(*args, **kwargs)
+        return (to_loaders(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else to_loaders(loaded)
+
+    def to_json_string(self) -> str:
+        """Return model_index.json with the published classes, so that diffusers opens what was saved."""
+        return json.dumps(to_published(json.loads(super().to_json_string())), indent=2, sort_keys=True) + "\n"
+
+
+def _callback_tensors(latents: torch.Tensor, guidance: Guidance, names: Sequence[str]) -> dict[str, Any]:
+    negative = None if guidance.negative is None else guidance.negative.prompt_embeds
+    values = (latents, guidance.positive.prompt_embeds, negative)
+    return {name: value for name, value in zip(CALLBACK_TENSORS, values, strict=True) if name in names}
+
+
+def _with_changes(latents: torch.Tensor, guidance: Guidance, changed: dict[str, Any]) -> tuple[torch.Tensor, Guidance]:
+    """Return latents and guidance with the tensors that a callback replaced."""
+    positive, negative = guidance.positive, guidance.negative
+    if "prompt_embeds" in changed:
+        positive = dataclasses.replace(positive, prompt_embeds=changed["prompt_embeds"])
+    if negative is not None and "negative_prompt_embeds" in changed:
+        negative = dataclasses.replace(negative, prompt_embeds=changed["negative_prompt_embeds"])
+    latents = changed.get("latents", latents).to(latents.device, torch.float32)
+    return latents, dataclasses.replace(guidance, positive=positive, negative=negative)

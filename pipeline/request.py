@@ -1,0 +1,119 @@
+"""One call's request, resolved and checked as a whole: every problem is found before anything is encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .checks import Geometry, Report, Settings
+from .embeddings import GivenText, TextSource, number_of_prompts
+from .latents import latent_shape, make_generators
+from .text import DEFAULT_NEGATIVE_PROMPT, check_max_sequence_length
+
+if TYPE_CHECKING:
+    from .pipeline import Kandinsky5NablaPipeline
+
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+CALLBACK_TENSORS = ("latents", "prompt_embeds", "negative_prompt_embeds")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call of the pipeline runs.
+
+    Attributes:
+        settings: the numbers.
+        positive: prompts or their embeddings, B of them.
+        negative: likewise, B of them or one for all; None without guidance.
+        generators: of the noise, one for each of the B * num_videos videos.
+        latent_shape: `(T, H, W, C)` of one video.
+        max_sequence_length: limit of a prompt in tokens.
+    """
+
+    settings: Settings
+    positive: TextSource
+    negative: TextSource | None
+    generators: list[torch.Generator | None]
+    latent_shape: tuple[int, int, int, int]
+    max_sequence_length: int
+
+
+def resolve_request(
+    pipe: Kandinsky5NablaPipeline,
+    positive: GivenText,
+    negative: GivenText,
+    *,
+    latents: torch.Tensor | None,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
+    seed: int | None,
+    max_sequence_length: int | None,
+    output_type: str,
+    callback_tensors: Sequence[str],
+    **given: Any,
+) -> Request:
+    """Return the request of a call: what is given (fields of `Settings`), and the preset's values for the rest.
+
+    Raises:
+        ValueError: with every problem.
+    """
+    geometry, defaults, config = pipe.geometry, pipe.defaults, pipe.transformer.config
+    if latents is not None and latents.dim() == 5:
+        given = _size_of(latents, geometry) | {name: value for name, value in given.items() if value is not None}
+    if given.get("shift") is None and pipe.scheduler is not None:
+        given["shift"] = pipe.scheduler.config["shift"]
+    settings = Settings.from_preset(defaults, geometry, **given)
+    max_sequence_length = defaults.max_sequence_length if max_sequence_length is None else max_sequence_length
+
+    report = Report()
+    report.add(settings.problems(geometry))
+    report.attempt(check_max_sequence_length, max_sequence_length)
+    if output_type not in OUTPUT_TYPES:
+        report.add([f"output_type {output_type!r}: must be one of {', '.join(OUTPUT_TYPES)}"])
+    for name in set(callback_tensors) - set(CALLBACK_TENSORS):
+        report.add([f"callback tensor {name!r}: must be one of {', '.join(CALLBACK_TENSORS)}"])
+    sources = _text_sources(report, positive, negative, settings.guidance_scale, config)
+    if any(isinstance(source, list) for source in sources) and pipe.text_encoder is None:
+        report.add(["this pipeline has no text encoder: give prompt_embeds (and negative_prompt_embeds)"])
+    report.raise_if_any()
+    count = number_of_prompts(sources[0]) * settings.num_videos
+    shape = latent_shape(settings.num_frames, settings.height, settings.width, config["out_visual_dim"], geometry)
+    if latents is not None and tuple(latents.shape) != (count, *shape):
+        report.add([f"latents {tuple(latents.shape)}: must be {(count, *shape)} for this request"])
+    generators = report.attempt(make_generators, count, generator, seed)
+    report.raise_if_any()
+    assert generators is not None, "the report has raised"
+    return Request(settings, *sources, generators, shape, max_sequence_length)
+
+
+def _text_sources(
+    report: Report, positive: GivenText, negative: GivenText, guidance_scale: float, config: Any
+) -> tuple[TextSource, TextSource | None]:
+    """Return the prompts and, with guidance, the negative ones; what is wrong with them goes into the report."""
+    widths = (config["in_text_dim"], config["in_text_dim2"])
+    source = report.attempt(positive.source, *widths)
+    if source is None:
+        report.add([] if report.problems else ["nothing to make a video of: give prompt or prompt_embeds"])
+        return [], None
+    if guidance_scale == 1:
+        return source, None
+    against = report.attempt(negative.source, *widths) or [DEFAULT_NEGATIVE_PROMPT]
+    if number_of_prompts(against) not in (1, number_of_prompts(source)):
+        report.add(
+            [
+                f"{number_of_prompts(against)} negative prompts for {number_of_prompts(source)} prompts: "
+                "give one for all, or one for each"
+            ]
+        )
+    return source, against
+
+
+def _size_of(latents: torch.Tensor, geometry: Geometry) -> dict[str, int]:
+    T, H, W = latents.shape[1:4]
+    return {
+        "num_frames": (T - 1) * geometry.temporal_ratio + 1,
+        "height": H * geometry.spatial_ratio,
+        "width": W * geometry.spatial_ratio,
+    }

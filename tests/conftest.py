@@ -1,0 +1,45 @@
+"""The suite is offline and hermetic, and runs GPU tests only where there is a GPU."""
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# Set before any Hugging Face library reads them; the subprocesses of tests inherit them. A cache of
+# its own keeps what the user has downloaded from deciding a test.
+_hf_home = tempfile.TemporaryDirectory(prefix="hf-home-")
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HOME=_hf_home.name)
+
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects GPU tests without a GPU: a skip would hide among the skips that mean a defect."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=gpu_items)
+        items[:] = [item for item in items if item not in gpu_items]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_network() -> Iterator[None]:
+    """Lets sockets of this process reach nothing but this machine."""
+    real_connect, real_getaddrinfo = socket.socket.connect, socket.getaddrinfo
+
+    def connect(self: socket.socket, address: object) -> None:
+        if self.family != socket.AF_UNIX and address[0] not in LOOPBACK:
+            raise RuntimeError(f"a test tried to reach {address}")
+        real_connect(self, address)
+
+    def getaddrinfo(host: str | None, *args: object, **kwargs: object) -> list:
+        if host is not None and host not in LOOPBACK:
+            raise RuntimeError(f"a test tried to look up {host}")
+        return real_getaddrinfo(host, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", connect)
+        patch.setattr(socket, "getaddrinfo", getaddrinfo)
+        yield
