@@ -6,7 +6,7 @@ Plain Python: the command line reports bad input without loading torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,6 +65,16 @@ class Geometry:
     temporal_ratio: int = 4
     patch_size: tuple[int, int, int] = (1, 2, 2)
     tiled: bool = False
+
+    @classmethod
+    def from_configs(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any], tiled: bool) -> Geometry:
+        """Return the geometry that a checkpoint's configs describe; what they leave out is as published."""
+        return cls(
+            vae.get("spatial_compression_ratio", cls.spatial_ratio),
+            vae.get("temporal_compression_ratio", cls.temporal_ratio),
+            tuple(transformer.get("patch_size", cls.patch_size)),
+            tiled,
+        )
 
     def pixel_step(self, axis: int) -> int:
         """Return what the height (axis 1) or width (axis 2) must be a multiple of, in pixels."""

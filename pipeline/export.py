@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import tempfile
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from typing import IO
 import numpy as np
 import torch
 from PIL import Image
+
+from .files import complete_file
 
 Frame = Image.Image | np.ndarray | torch.Tensor
 
@@ -144,49 +145,6 @@ def probe_video(path: str | os.PathLike[str]) -> VideoInfo:
         raise ValueError(f"{path} is not a complete video: it has no frames")
     width, height = map(int, header["dimensions"].split("x"))
     return VideoInfo(width, height, 1 / Fraction(header["tb"]), count)
-
-
-@contextmanager
-def complete_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; when the body ends the file becomes `path`, when it raises it goes.
-
-    Raises, before the body runs, FileExistsError (unless `overwrite`), FileNotFoundError for a missing folder, or
-    the OSError of a folder that cannot be written to. Two writers of one name cannot both succeed unless both
-    overwrite.
-    """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {path.parent} does not exist; create it first")
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; give the name of a file")
-    with suppress(FileNotFoundError):
-        path.lstat()  # also refuses a name that is too long for the file system
-        if not overwrite:
-            raise FileExistsError(f"{path} exists; choose another name or ask to overwrite it")
-    temporary = path.with_name(f".{uuid.uuid4().hex}{path.suffix}")
-    try:
-        temporary.touch(exist_ok=False)
-        yield temporary
-        if overwrite:
-            os.replace(temporary, path)
-        else:
-            _rename_to_free_name(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _rename_to_free_name(source: Path, path: Path) -> None:
-    """Give a file a name that must be free; unlike os.rename, never replace a file that appeared meanwhile."""
-    try:
-        os.link(source, path)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links: claim the name, then replace our own claim
-        path.touch(exist_ok=False)
-        try:
-            os.replace(source, path)
-        except BaseException:
-            path.unlink()
-            raise
 
 
 def _frame_rate(fps: float | Fraction) -> Fraction:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .checks import Geometry
+from .files import complete_file
 
 STATE_VERSION = 1
 """Version of the saved state: the tensor `latents`, fp32 `[B, T, H, W, C]`, and plain values."""
@@ -81,18 +82,14 @@ def require_finite(latents: torch.Tensor, when: str) -> None:
 def save_latents(path: str | os.PathLike, latents: torch.Tensor, **values: str | int | float) -> Path:
     """Write the state of a finished denoising loop to a safetensors file; plain values go into its metadata.
 
-    The file is written under a temporary name and renamed, so that it is complete or not there.
+    An existing file is replaced.
     """
     from safetensors.torch import save_file
 
     path = Path(path)
-    partial = path.with_name(path.name + ".partial")
     metadata = {name: str(value) for name, value in {"version": STATE_VERSION, **values}.items()}
-    try:
-        save_file({"latents": latents.detach().float().cpu().contiguous()}, partial, metadata=metadata)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with complete_file(path, overwrite=True) as temporary:
+        save_file({"latents": latents.detach().float().cpu().contiguous()}, temporary, metadata=metadata)
     return path
 
 

@@ -194,12 +194,17 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
     @property
     def geometry(self) -> Geometry:
         """How pixels and frames become tokens in this checkpoint, with the attention backend chosen now."""
-        return Geometry(
-            self.vae.config["spatial_compression_ratio"],
-            self.vae.config["temporal_compression_ratio"],
-            tuple(self.transformer.config["patch_size"]),
-            tiled=self.transformer.attention_backend.token_order == "blocks",
-        )
+        tiled = self.transformer.attention_backend.token_order == "blocks"
+        return Geometry.from_configs(self.vae.config, self.transformer.config, tiled)
+
+    def resolve_settings(self, **given: Any) -> Settings:
+        """Return the numbers of a call (`Settings`): what is given and not None, else the checkpoint's.
+
+        The checkpoint's shift is that of its scheduler_config.json; everything else is the preset's.
+        """
+        if given.get("shift") is None and self.scheduler is not None:
+            given["shift"] = self.scheduler.config["shift"]
+        return Settings.from_preset(self.defaults, self.geometry, **given)
 
     def encode_prompt(self, prompts: Sequence[str], max_sequence_length: int | None = None) -> TextEmbeddings:
         """Return the embeddings of B prompts, `[B, L, D]`, `[B, L]` and `[B, D2]` (`pipeline.text`)."""
@@ -209,7 +214,9 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
             self.text_encoder,
             self.tokenizer_2,
             self.text_encoder_2,
-            max_sequence_length=max_sequence_length or self.defaults.max_sequence_length,
+            max_sequence_length=(
+                self.defaults.max_sequence_length if max_sequence_length is None else max_sequence_length
+            ),
             device=self._execution_device,
             dtype=self.transformer.dtype,
         )

@@ -59,13 +59,12 @@ def resolve_request(
     Raises:
         ValueError: with every problem.
     """
-    geometry, defaults, config = pipe.geometry, pipe.defaults, pipe.transformer.config
+    geometry, config = pipe.geometry, pipe.transformer.config
     if latents is not None and latents.dim() == 5:
         given = _size_of(latents, geometry) | {name: value for name, value in given.items() if value is not None}
-    if given.get("shift") is None and pipe.scheduler is not None:
-        given["shift"] = pipe.scheduler.config["shift"]
-    settings = Settings.from_preset(defaults, geometry, **given)
-    max_sequence_length = defaults.max_sequence_length if max_sequence_length is None else max_sequence_length
+    settings = pipe.resolve_settings(**given)
+    if max_sequence_length is None:
+        max_sequence_length = pipe.defaults.max_sequence_length
 
     report = Report()
     report.add(settings.problems(geometry))

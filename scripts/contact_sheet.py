@@ -54,7 +54,8 @@ def write_contact_sheet(video: Path, output: Path, columns: int, count: int | No
 
     Raises ValueError, FileNotFoundError or FileExistsError for what cannot be read or written as asked.
     """
-    from kandinsky5_nabla.pipeline.export import complete_file, probe_video, read_video
+    from kandinsky5_nabla.pipeline.export import probe_video, read_video
+    from kandinsky5_nabla.pipeline.files import complete_file
 
     if output.suffix.lower() != ".png":
         raise ValueError(f"the sheet's name must end in .png, got {output.name!r}")

@@ -40,6 +40,13 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
             yield from ((".".join([*module, alias.name]), node.level > 0) for alias in node.names)
 
 
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Counts a function's lines without its docstring, which may be as long as its arguments need."""
+    first = function.body[0]
+    docstring = first.end_lineno - first.lineno + 1 if ast.get_docstring(function) is not None else 0
+    return function.end_lineno - function.lineno + 1 - docstring
+
+
 def declared_modules() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     names = (re.match(r"[\w-]+", requirement)[0] for requirement in project["dependencies"])
@@ -79,7 +86,7 @@ def test_files_and_functions_stay_short(path):
     source = path.read_text("utf-8")
     assert len(source.splitlines()) <= MAX_FILE_LINES
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    assert [f.name for f in functions if f.end_lineno - f.lineno >= MAX_FUNCTION_LINES] == []
+    assert {f.name: code_lines(f) for f in functions if code_lines(f) > MAX_FUNCTION_LINES} == {}
 
 
 def test_no_text_names_a_path_of_one_machine():

@@ -1,0 +1,50 @@
+"""Files that appear under their name only when they are complete."""
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def complete_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; when the body ends the file becomes `path`, when it raises it goes.
+
+    Raises, before the body runs, FileExistsError (unless `overwrite`), FileNotFoundError for a missing folder, or
+    the OSError of a folder that cannot be written to. Two writers of one name cannot both succeed unless both
+    overwrite.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {path.parent} does not exist; create it first")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; give the name of a file")
+    with suppress(FileNotFoundError):
+        path.lstat()  # also refuses a name that is too long for the file system
+        if not overwrite:
+            raise FileExistsError(f"{path} exists; choose another name or ask to overwrite it")
+    temporary = path.with_name(f".{uuid.uuid4().hex}{path.suffix}")
+    try:
+        temporary.touch(exist_ok=False)
+        yield temporary
+        if overwrite:
+            os.replace(temporary, path)
+        else:
+            _rename_to_free_name(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _rename_to_free_name(source: Path, path: Path) -> None:
+    """Give a file a name that must be free; unlike os.rename, never replace a file that appeared meanwhile."""
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: claim the name, then replace our own claim
+        path.touch(exist_ok=False)
+        try:
+            os.replace(source, path)
+        except BaseException:
+            path.unlink()
+            raise

@@ -1,0 +1,121 @@
+"""Make a video of a prompt with Kandinsky 5 and NABLA attention.
+
+Exit codes: 0 done; 2 bad input, found before any weight is read; 1 something failed while running; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # imported where they are used: --help answers at once
+    from kandinsky5_nabla.scripts._plan import Plan
+
+DTYPES = ("float32", "bfloat16", "float16")
+OFFLOADS = ("none", "model", "sequential")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="generate.py",
+        description="Make a video of a prompt with Kandinsky 5 and NABLA attention.",
+        epilog='Try it without a download: generate.py --config demo --prompt "a red square moving left"',
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("what to make").add_argument
+    add("--prompt", action="append", metavar="TEXT", help="what the video shows; repeat it for several videos")
+    add("--negative-prompt", metavar="TEXT", help="what it should not show (default: the authors' text)")
+    add("--height", type=int, metavar="PIXELS", help="a multiple of 128 (of 16 with dense attention)")
+    add("--width", type=int, metavar="PIXELS", help="likewise")
+    add("--num-frames", type=int, metavar="N", help="4k + 1, such as 121 or 241")
+    add("--duration", type=float, metavar="SECONDS", help="in place of --num-frames")
+    add("--num-videos", type=int, default=1, metavar="N", help="videos per prompt, of seeds SEED, SEED + 1, ...")
+    add("--seed", type=int, metavar="N", help="of the noise (default: drawn, printed and recorded)")
+    add("--output", type=Path, metavar="FILE.mp4", help="default: a name made of prompt and seed, in this folder")
+    add("--overwrite", action="store_true", help="replace existing files")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--config", metavar="NAME|FILE.yaml", help="a preset, such as demo (default: lite-t2v-10s-sft)")
+    add("--model", metavar="HUB_ID|FOLDER", help="a checkpoint in the Diffusers layout (default: the preset's)")
+
+    add = parser.add_argument_group("sampling (defaults: the preset's)").add_argument
+    add("--steps", type=int, metavar="N", help="Euler steps")
+    add("--guidance-scale", type=float, metavar="W", help="1 is no guidance, and half the work")
+    add("--shift", type=float, metavar="S", help="shift of the schedule")
+    add("--nabla-p", type=float, metavar="P", help="share of attention that NABLA keeps, more than 0, at most 1")
+    add("--attention", metavar="NAME", help="NABLA_ATTN, NABLA_REFERENCE or SDPA (default: the checkpoint's)")
+
+    add = parser.add_argument_group("running").add_argument
+    add("--device", metavar="cpu|cuda[:N]", help="default: cuda; the demo runs on a CPU where there is no cuda")
+    add("--dtype", choices=DTYPES, help="of the transformer and text encoders (default: bfloat16, on a CPU float32)")
+    add("--offload", choices=OFFLOADS, default="none", help="keep parts that do not run in CPU memory")
+    add("--dry-run", action="store_true", help="check everything, print what would run, read no weights")
+    add("--json", action="store_true", help="print one JSON object on stdout, and nothing else there")
+    add("--debug", action="store_true", help="show the traceback of an error")
+    add("--version", action="store_true", help="print the versions of this package and of torch")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return its exit code."""
+    args = build_parser().parse_args(argv)
+    if args.version:
+        print(_versions())
+        return 0
+    from kandinsky5_nabla.scripts._plan import BadInput, make_plan
+
+    try:
+        plan = make_plan(args)
+        if args.dry_run:
+            result: dict[str, Any] = {"dry_run": True, **plan.describe()}
+        else:
+            from kandinsky5_nabla.scripts._run import run
+
+            result = run(plan)
+    except BadInput as error:
+        return _fail(args, 2, error.problems)
+    except KeyboardInterrupt:
+        return _fail(args, 130, ["interrupted"])
+    except Exception as error:
+        if args.debug:
+            raise
+        return _fail(args, 1, [f"{error} (--debug shows the traceback)"])
+    print(json.dumps(result) if args.json else _report(plan, result))
+    return 0
+
+
+def _fail(args: argparse.Namespace, code: int, problems: list[str]) -> int:
+    if args.json:
+        print(json.dumps({"error": {"exit_code": code, "problems": problems}}))
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return code
+
+
+def _report(plan: Plan, result: dict[str, Any]) -> str:
+    """Return a line per video, or the plan of a dry run."""
+    if "videos" not in result:
+        return "\n".join(f"{name}: {value}" for name, value in result.items())
+    lines = []
+    for video in result["videos"]:
+        seconds = ", ".join(f"{stage} {spent:.1f} s" for stage, spent in video["seconds"].items())
+        lines.append(
+            f"{video['file']}: {video['width']}x{video['height']}, {video['num_frames']} frames at "
+            f"{video['fps']:g} fps, seed {video['seed']}; {seconds}"
+        )
+    return "\n".join(lines)
+
+
+def _versions() -> str:
+    from importlib.metadata import version
+
+    names = ("kandinsky5-nabla", "torch", "diffusers", "transformers")
+    return ", ".join(f"{name} {version(name)}" for name in names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
