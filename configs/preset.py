@@ -95,16 +95,21 @@ def load_preset(name_or_path: str | Path) -> Preset:
 def find_preset(model: str) -> Preset | None:
     """Return the preset of a checkpoint, or None where no preset fits.
 
-    `model` is a Hub repository, under its owner's old name "ai-forever/" too, or a folder that has the name of the
-    repository or of the preset's own folder.
+    `model` is a Hub repository, under its owner's old name "ai-forever/" too, a folder that has the name of the
+    repository, or the preset's own folder.
     """
     presets = [load_preset(name) for name in preset_names()]
     if os.path.isdir(model):
-        folder = os.path.basename(os.path.abspath(model))
-        return next((preset for preset in presets if os.path.basename(preset.model) == folder), None)
+        return next((preset for preset in presets if _is_folder_of(preset, model)), None)
     if model.startswith(_OLD_OWNER):
         model = _OWNER + model.removeprefix(_OLD_OWNER)
     return next((preset for preset in presets if preset.model == model), None)
+
+
+def _is_folder_of(preset: Preset, folder: str) -> bool:
+    if preset.local_folder is not None:
+        return preset.local_folder.is_dir() and os.path.samefile(folder, preset.local_folder)
+    return os.path.basename(os.path.abspath(folder)) == preset.model.partition("/")[2]
 
 
 def _read_preset(path: Path) -> Preset:

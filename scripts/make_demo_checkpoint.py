@@ -38,6 +38,7 @@ MODEL_INDEX = {
     "tokenizer_2": ["transformers", "CLIPTokenizer"],
     "transformer": ["diffusers", "Kandinsky5Transformer3DModel"],
     "vae": ["diffusers", "AutoencoderKLHunyuanVideo"],
+    "preset": "demo",  # ours: a copy of the folder finds its defaults; diffusers passes over it
 }
 
 TRANSFORMER_CONFIG = {

@@ -55,6 +55,7 @@ def test_all_files_together_stay_under_12_megabytes():
 def test_the_class_names_are_the_published_ones():
     index = read_json("model_index.json")
     assert index.pop("_diffusers_version")
+    assert index.pop("preset") == "demo"
     assert index == {
         "_class_name": "Kandinsky5T2VPipeline",
         "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],

@@ -177,7 +177,8 @@ def test_a_preset_is_found_by_repository_old_repository_and_folder(tmp_path, mon
         (tmp_path / folder).mkdir()
     assert find_preset(str(tmp_path / LITE)) == lite
     assert find_preset(f"{tmp_path / LITE}/") == lite
-    assert find_preset(str(tmp_path / "demo")) == demo
+    assert find_preset(demo.model) == demo
+    assert find_preset(str(tmp_path / "demo")) is None  # a name alone says nothing
     monkeypatch.chdir(tmp_path / LITE)
     assert find_preset(".") == lite
     for unknown in (f"someone/{LITE}", LITE, "kandinskylab/demo", "kandinskylab/other", str(tmp_path / "other"), ""):
