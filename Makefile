@@ -1,4 +1,4 @@
-# A fresh clone needs Python (3.11 or newer), git and make; everything else is installed into .venv.
+# A fresh clone needs Python (3.10 or newer), git and make; everything else is installed into .venv.
 # Another interpreter: make PYTHON=python3.12 demo
 PYTHON ?= python3
 BIN := .venv/bin
@@ -50,6 +50,6 @@ $(DEV): pyproject.toml constraints.txt requirements-vocab.txt | $(BIN)/pip
 
 # pip is what venv installs last: where it exists, the environment is complete.
 $(BIN)/pip:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
-	  "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
+	  "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": try make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv

@@ -37,9 +37,28 @@ def block_sparse_attention(
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         return masked_attention(query, key, value, kept_BHNN, softmax_scale)
-    if torch.compiler.is_compiling():  # the caller compiles the model: FlexAttention becomes part of that graph
-        return _run(_flex_attention(), query, key, value, kept_BHNN, softmax_scale)
+    if torch.compiler.is_compiling():
+        return _opaque_attention(query, key, value, kept_BHNN, softmax_scale)
     return _compiled_or_reference(query, key, value, kept_BHNN, softmax_scale)
+
+
+@torch.library.custom_op("kandinsky5_nabla::block_sparse_attention", mutates_args=())
+def _opaque_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept_BHNN: torch.Tensor, softmax_scale: float
+) -> torch.Tensor:
+    """One node in the graph of a caller who compiles the model; when it runs, it is what runs uncompiled.
+
+    FlexAttention itself cannot be part of such a graph on the CPU: Inductor (torch 2.13) finds no name for a block
+    map and no 4-D shape for q where they are computed in the same graph, and raises NoValidChoicesError.
+    """
+    return _compiled_or_reference(query, key, value, kept_BHNN, softmax_scale).contiguous()
+
+
+@_opaque_attention.register_fake
+def _opaque_attention_shape(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept_BHNN: torch.Tensor, softmax_scale: float
+) -> torch.Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 def why_not_compiled(device_type: str) -> str | None:
@@ -58,7 +77,7 @@ def _compiled_or_reference(
         limit = torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS, accumulated_recompile_limit=MAX_GRAPHS)
         try:
             with limit:
-                return _run(_compiled_flex_attention(), query, key, value, kept_BHNN, softmax_scale)
+                return _run_flex_attention(query, key, value, kept_BHNN, softmax_scale)
         except InductorError as error:
             _failed[device_type] = f"its compilation failed: {str(error).strip().splitlines()[0]}"
     _warn_once(
@@ -68,18 +87,13 @@ def _compiled_or_reference(
     return masked_attention(query, key, value, kept_BHNN, softmax_scale)
 
 
-def _run(
-    flex_attention: Callable[..., Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kept_BHNN: torch.Tensor,
-    softmax_scale: float,
+def _run_flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept_BHNN: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
     q_BHSD, k_BHSD, v_BHSD = (x_BSHD.transpose(1, 2) for x_BSHD in (query, key, value))
     # CUDA tiles must divide the 64-token block; the defaults (128) are refused. Larger ones were not measured.
     tiles = {"BLOCK_M": BLOCK, "BLOCK_N": BLOCK} if query.is_cuda else None
-    out_BHSD = flex_attention(
+    out_BHSD = _compiled_flex_attention()(
         q_BHSD,
         k_BHSD,
         v_BHSD,
@@ -90,16 +104,12 @@ def _run(
     return out_BHSD.transpose(1, 2)
 
 
-def _flex_attention() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention
-
-
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Any]:
     """The one place where FlexAttention is compiled. `fullgraph`: raise rather than fall back to dense."""
-    return torch.compile(_flex_attention(), fullgraph=True, dynamic=False)
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
 
 @functools.cache

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
     from .transformer import Kandinsky5Transformer
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = WEIGHTS + ".index.json"
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
@@ -41,9 +45,9 @@ def load_transformer(
     **kwargs: Any,
 ) -> Kandinsky5Transformer:
     """Load a transformer; see `Kandinsky5Transformer.from_pretrained`."""
-    dtype = torch_dtype or torch.float32
-    if not dtype.is_floating_point:
-        raise ValueError(f"torch_dtype {dtype}: a floating point dtype is needed, such as torch.bfloat16")
+    dtype = torch.float32 if torch_dtype is None else torch_dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"torch_dtype {dtype!r}: {', '.join(map(str, DTYPES))} are supported")
     folder = _local_folder(source, subfolder, **kwargs)
     config = read_config(folder / "config.json", cls)
     files = weight_files(folder)
@@ -52,7 +56,7 @@ def load_transformer(
     _check_names_and_shapes(model, files, folder)
     tensors = {}
     for file in files:
-        with safe_open(file, framework="pt") as weights:
+        with _open(file) as weights:
             for name in weights.keys():  # noqa: SIM118  (safe_open is not iterable)
                 keep = any(part in name for part in cls._keep_in_fp32_modules)
                 tensors[name] = weights.get_tensor(name).to(torch.float32 if keep else dtype)
@@ -80,12 +84,19 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: if there are no weights or a shard is missing; the message names the file.
+        ValueError: if the index is not one, or names a file outside the folder.
     """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
         raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}")
-    shards = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    weight_map = json.loads((folder / INDEX).read_text()).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{folder / INDEX} has no weight_map from tensors to shards")
+    shards = sorted(set(weight_map.values()))
+    outside = [shard for shard in shards if Path(shard).name != shard]
+    if outside:
+        raise ValueError(f"{folder / INDEX} names {', '.join(outside)}; shards lie beside their index")
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         raise FileNotFoundError(f"{folder / INDEX} names shards that are missing: {', '.join(missing)}")
@@ -95,11 +106,16 @@ def weight_files(folder: Path) -> list[Path]:
 def _check_names_and_shapes(model: torch.nn.Module, files: list[Path], folder: Path) -> None:
     """Compare the files' headers with the model on meta; no tensor is read yet."""
     found: dict[str, tuple[int, ...]] = {}
+    problems = []
     for file in files:
-        with safe_open(file, framework="pt") as weights:
-            found |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+        with _open(file) as weights:
+            for name in weights.keys():  # noqa: SIM118
+                tensor = weights.get_slice(name)
+                found[name] = tuple(tensor.get_shape())
+                if "F" not in tensor.get_dtype():  # F32, BF16, F8_E4M3; an I8 needs scales that we do not know
+                    problems.append(f"{name} is {tensor.get_dtype()}, not floating point")
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
+    problems += [f"{name} is missing" for name in expected.keys() - found.keys()]
     problems += [f"{name} is unexpected" for name in found.keys() - expected.keys()]
     problems += [
         f"{name} has shape {list(found[name])}, the config asks for {list(expected[name])}"
@@ -109,6 +125,16 @@ def _check_names_and_shapes(model: torch.nn.Module, files: list[Path], folder: P
     if problems:
         shown = "; ".join(sorted(problems)[:5])
         raise ValueError(f"the weights in {folder} do not fit its config.json in {len(problems)} tensors: {shown}")
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    """Open a safetensors file, whose errors do not name it."""
+    try:
+        with safe_open(file, framework="pt") as weights:
+            yield weights
+    except SafetensorError as error:
+        raise ValueError(f"{file} is cut short or damaged: {error}; download it again") from error
 
 
 def _local_folder(source: str | os.PathLike, subfolder: str | None, **kwargs: Any) -> Path:

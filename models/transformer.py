@@ -171,6 +171,8 @@ class Kandinsky5Transformer(ModelMixin, ConfigMixin):
         self, hidden_states: torch.Tensor, attn_metadata: AttentionMetadata | None
     ) -> tuple[int, int, int]:
         """Return `(T, H, W)` in tokens."""
+        if hidden_states.dim() != 5:
+            raise ValueError(f"hidden_states {tuple(hidden_states.shape)}: latents are [B, T, H, W, C], channels last")
         T, H, W, C = hidden_states.shape[1:]
         pt, ph, pw = self.config["patch_size"]
         if self.in_channels != C:
@@ -181,7 +183,8 @@ class Kandinsky5Transformer(ModelMixin, ConfigMixin):
         if attn_metadata is None:
             return visual_shape
         backend = self._attention_backend
-        if not isinstance(attn_metadata, backend.get_metadata_cls()):
+        # The exact class: under a dense backend a subclass that asks for sparsity would be ignored.
+        if type(attn_metadata) is not backend.get_metadata_cls():
             raise ValueError(
                 f"attention backend {backend.get_name()} reads {backend.get_metadata_cls().__name__}, "
                 f"not {type(attn_metadata).__name__}; build it with {backend.get_builder_cls().__name__}"
@@ -197,6 +200,7 @@ class Kandinsky5Transformer(ModelMixin, ConfigMixin):
         pretrained_model_name_or_path: str | os.PathLike,
         torch_dtype: torch.dtype | None = None,
         subfolder: str | None = None,
+        dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> Kandinsky5Transformer:
         """Load from a folder or a Hub repository, strictly: names and shapes must be those of the model.
@@ -205,17 +209,20 @@ class Kandinsky5Transformer(ModelMixin, ConfigMixin):
             pretrained_model_name_or_path: folder with config.json and safetensors, or a Hub id.
             torch_dtype: dtype of the weights, fp32 if None; the parts that numerics.md lists stay fp32.
             subfolder: folder inside it, such as "transformer".
+            dtype: the newer name of `torch_dtype`, which it overrides.
             kwargs: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download` for the Hub. What
                 `DiffusionPipeline.from_pretrained` passes besides is accepted where it asks for what is done here
                 anyway, and refused otherwise.
 
         Raises:
             FileNotFoundError: if the config, the weights or a shard is missing.
-            ValueError: if a tensor is missing, unexpected or of another shape, or an argument cannot be honoured.
+            ValueError: if a tensor is missing, unexpected or of another shape, a file is damaged, or an argument
+                cannot be honoured.
         """
         from .loading import load_transformer
 
-        return load_transformer(cls, pretrained_model_name_or_path, torch_dtype, subfolder, **kwargs)
+        chosen = torch_dtype if dtype is None else dtype
+        return load_transformer(cls, pretrained_model_name_or_path, chosen, subfolder, **kwargs)
 
     def to_json_string(self) -> str:
         """Return config.json under the published class name, so that diffusers opens what was saved."""
@@ -235,12 +242,14 @@ def _to_sequence(visual_BTHWM: torch.Tensor, rope: Rope, in_blocks: bool) -> tup
 
 def _check_config(config: Any) -> None:
     """Refuse sizes that do not fit together and attention settings that nothing here implements."""
-    axes, head_dim, model_dim = config.axes_dims, sum(config.axes_dims), config.model_dim
+    axes, patch, model_dim = tuple(config.axes_dims), tuple(config.patch_size), config.model_dim
     reasons = []
-    if model_dim % 2 or model_dim % head_dim:
-        reasons.append(f"model_dim {model_dim} must be even and a multiple of the head dim {head_dim}")
     if len(axes) != 3 or any(dim < 2 or dim % 2 for dim in axes):
-        reasons.append(f"axes_dims {tuple(axes)} must be three even numbers, for t, h, w")
+        reasons.append(f"axes_dims {axes} must be three even numbers, for t, h, w")
+    elif model_dim % sum(axes):
+        reasons.append(f"model_dim {model_dim} must be a multiple of the head dim {sum(axes)}")
+    if len(patch) != 3 or min(patch) < 1:
+        reasons.append(f"patch_size {patch} must be three numbers from 1, for t, h, w")
     if config.attention_type not in DEFAULT_BACKENDS:
         reasons.append(f"attention_type {config.attention_type!r} must be one of {list(DEFAULT_BACKENDS)}")
     if config.attention_type == "nabla" and config.attention_method not in (None, "topcdf"):

@@ -1,12 +1,12 @@
-"""The parts of a checkpoint: which classes its model_index.json may name, and which of ours or theirs load them."""
+"""The parts of a checkpoint: which classes its model_index.json may name, and which of ours or theirs load them.
+
+Plain data, like `checks`: nothing is imported here. diffusers finds a class outside its own libraries only in a
+module that is loaded already; `pipeline.pipeline` imports ours.
+"""
 
 from __future__ import annotations
 
 from typing import Any
-
-# diffusers finds a class outside its own libraries only in a module that is loaded already.
-from ..models import text_encoder as _text_encoder  # noqa: F401
-from ..models import transformer as _transformer  # noqa: F401
 
 PUBLISHED_PIPELINE = "Kandinsky5T2VPipeline"
 OUR_PIPELINE = "Kandinsky5NablaPipeline"

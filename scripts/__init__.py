@@ -1,1 +1,1 @@
-"""TODO"""
+"""Programs of this project; `generate` is its command line."""

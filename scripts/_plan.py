@@ -8,15 +8,17 @@ import os
 import re
 import secrets
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kandinsky5_nabla.configs import Preset, find_preset, load_preset, preset_names
 from kandinsky5_nabla.pipeline.checks import Geometry, Report, Settings, frames_of_duration
+from kandinsky5_nabla.pipeline.components import to_loaders
 
 DEFAULT_PRESET = "lite-t2v-10s-sft"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # "./name" is a folder
 MAX_STEM_BYTES = 70
 """With the seed, a number and .mp4 a name stays below 100 bytes."""
 
@@ -104,7 +106,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         raise BadInput(report.problems)
     model = args.model or preset.model
     report.attempt(_check_model, model)
-    geometry = _geometry(report, args.attention, model, preset)
+    geometry = _geometry(report, args.attention, Path(model), preset)
     given = {
         "height": args.height,
         "width": args.width,
@@ -120,8 +122,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
         report.add(["no prompt was given: add --prompt TEXT (an empty text is allowed)"])
     if args.seed is not None and not 0 <= args.seed <= 2**63 - 1 - max(0, args.num_videos):
         report.add([f"seed {args.seed}: must be from 0 to 2**63 - 1"])
-    videos = _videos(args) if not report.problems else []
-    report.add(_output_problems(args, videos))
+    unusable = _output_problems(args.output)
+    videos = [] if unusable else _videos(args)
+    report.add(unusable or _taken(videos, args.overwrite))
     device = _device(report, args.device, preset)
     if args.offload != "none" and device == "cpu":
         report.add([f"--offload {args.offload}: moves parts to the CPU, and this run is on it; leave it out"])
@@ -167,6 +170,7 @@ def _check_model(model: str) -> None:
         ]
         if missing:
             raise ValueError(f"model folder {model}: {', '.join(missing)} is missing; it is no Diffusers layout")
+        _check_classes(Path(model) / "model_index.json")
     elif not HUB_ID.fullmatch(model):
         raise ValueError(
             f"model {model!r}: there is no such folder, and it is no Hub id (owner/name); "
@@ -174,21 +178,42 @@ def _check_model(model: str) -> None:
         )
 
 
-def _geometry(report: Report, attention: str | None, model: str, preset: Preset) -> Geometry:
+def _check_classes(index: Path) -> None:
+    content = _read_json(index)
+    try:
+        to_loaders(content)
+    except ValueError as error:
+        raise ValueError(f"{index.parent}: {error}") from error
+
+
+def _geometry(report: Report, attention: str | None, model: Path, preset: Preset) -> Geometry:
     """Return the geometry that the checkpoint's configs describe, as far as they lie here, with the attention."""
-    transformer = _read_json(Path(model) / "transformer" / "config.json")
+    transformer = report.attempt(_read_json, model / "transformer" / "config.json") or {}
+    vae = report.attempt(_read_json, model / "vae" / "config.json") or {}
     tiled = transformer.get("attention_type", preset.attention) == "nabla"
     if attention is not None:
         from kandinsky5_nabla.attention import get_attention_backend
 
         backend = report.attempt(get_attention_backend, attention)
         tiled = backend.token_order == "blocks" if backend is not None else tiled
-    return Geometry.from_configs(_read_json(Path(model) / "vae" / "config.json"), transformer, tiled)
+    return Geometry.from_configs(vae, transformer, tiled)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON file of a local checkpoint; empty where the checkpoint is not local."""
-    return json.loads(path.read_text()) if path.is_file() else {}
+    """Return a JSON file of a local checkpoint; empty where the checkpoint is not local.
+
+    Raises:
+        ValueError: if the file cannot be read or holds something else; the message names it.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # not readable, no UTF-8, no JSON
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}")
+    return content
 
 
 def _num_frames(report: Report, args: argparse.Namespace, geometry: Geometry, preset: Preset) -> int | None:
@@ -201,7 +226,7 @@ def _num_frames(report: Report, args: argparse.Namespace, geometry: Geometry, pr
 
 def _videos(args: argparse.Namespace) -> list[Video]:
     first = secrets.randbelow(2**31) if args.seed is None else args.seed
-    pairs = [(prompt, first + i) for prompt in args.prompt for i in range(args.num_videos)]
+    pairs = [(prompt, first + i) for prompt in args.prompt or [] for i in range(args.num_videos)]
     if args.output is None:
         names = [Path(f"{safe_name(prompt)}-{seed}.mp4") for prompt, seed in pairs]
         outputs = _free_names(names, args.overwrite)
@@ -231,22 +256,35 @@ def _free_names(names: list[Path], overwrite: bool) -> list[Path]:
     return free
 
 
-def _output_problems(args: argparse.Namespace, videos: list[Video]) -> list[str]:
+def _output_problems(output: Path | None) -> list[str]:
+    """Return why no file can be written there, whatever exists in the folder."""
     problems = []
-    if args.output is not None and args.output.suffix.lower() != ".mp4":
-        problems.append(f"output {args.output}: the name must end in .mp4")
-    folder = Path() if args.output is None else args.output.parent
-    if not folder.is_dir():
+    if output is not None and os.path.isdir(output):
+        problems.append(f"output {output}: is a folder; name a file in it, such as {output / 'video.mp4'}")
+    elif output is not None and output.suffix.lower() != ".mp4":
+        problems.append(f"output {output}: must be a name that ends in .mp4")
+    folder = Path() if output is None else output.parent
+    if not os.path.isdir(folder):
         problems.append(f"output folder {folder}: does not exist; create it first")
     elif not os.access(folder, os.W_OK):
         problems.append(f"output folder {folder}: cannot be written to")
-    for video in videos:
-        for path in (video.output, video.latents):
-            if path.is_dir():
-                problems.append(f"output {path}: is a folder; name a file in it")
-            elif path.exists() and not args.overwrite:
-                problems.append(f"output {path}: exists; choose another name or add --overwrite")
     return problems
+
+
+def _taken(videos: list[Video], overwrite: bool) -> Iterator[str]:
+    """Yield a sentence for each file of the run that would replace another, or whose name the system refuses."""
+    for path in (path for video in videos for path in (video.output, video.latents)):
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # such as a name that is too long
+            yield f"output {path}: {error.strerror}"
+            continue
+        if path.is_dir():
+            yield f"output {path}: is a folder; name another file"
+        elif not overwrite:
+            yield f"output {path}: exists; choose another name or add --overwrite"
 
 
 def _device(report: Report, name: str | None, preset: Preset) -> str:

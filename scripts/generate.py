@@ -8,19 +8,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # imported where they are used: --help answers at once
-    from kandinsky5_nabla.scripts._plan import Plan
+from typing import Any, NoReturn
 
 DTYPES = ("float32", "bfloat16", "float16")
 OFFLOADS = ("none", "model", "sequential")
 
 
+class BadUsage(Exception):
+    """The command line cannot be parsed."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises where argparse's prints its usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `BadUsage`."""
+        raise BadUsage(f"{message} (--help lists the arguments)")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="generate.py",
         description="Make a video of a prompt with Kandinsky 5 and NABLA attention.",
         epilog='Try it without a download: generate.py --config demo --prompt "a red square moving left"',
@@ -62,11 +72,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code."""
-    args = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _main(build_parser().parse_args(argv))
+    except BadUsage as error:
+        return _fail("--json" in argv, 2, [str(error)])
+    except KeyboardInterrupt:
+        return _fail("--json" in argv, 130, ["interrupted"])
+
+
+def _main(args: argparse.Namespace) -> int:
     if args.version:
         print(_versions())
         return 0
-    from kandinsky5_nabla.scripts._plan import BadInput, make_plan
+    from kandinsky5_nabla.scripts._plan import BadInput, make_plan  # here: --help answers at once
 
     try:
         plan = make_plan(args)
@@ -77,26 +96,25 @@ def main(argv: list[str] | None = None) -> int:
 
             result = run(plan)
     except BadInput as error:
-        return _fail(args, 2, error.problems)
-    except KeyboardInterrupt:
-        return _fail(args, 130, ["interrupted"])
+        return _fail(args.json, 2, error.problems)
     except Exception as error:
         if args.debug:
-            raise
-        return _fail(args, 1, [f"{error} (--debug shows the traceback)"])
-    print(json.dumps(result) if args.json else _report(plan, result))
+            traceback.print_exc()
+        return _fail(args.json, 1, [f"{error}" if args.debug else f"{error} (--debug shows the traceback)"])
+    print(json.dumps(result) if args.json else _report(result))
     return 0
 
 
-def _fail(args: argparse.Namespace, code: int, problems: list[str]) -> int:
-    if args.json:
+def _fail(as_json: bool, code: int, problems: list[str]) -> int:
+    problems = [" ".join(problem.split()) for problem in problems]  # one line each, whatever the libraries say
+    if as_json:
         print(json.dumps({"error": {"exit_code": code, "problems": problems}}))
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return code
 
 
-def _report(plan: Plan, result: dict[str, Any]) -> str:
+def _report(result: dict[str, Any]) -> str:
     """Return a line per video, or the plan of a dry run."""
     if "videos" not in result:
         return "\n".join(f"{name}: {value}" for name, value in result.items())

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kandinsky5_nabla.configs import load_preset
+from kandinsky5_nabla.pipeline import Kandinsky5NablaPipeline
+
 # Set before any Hugging Face library reads them; the subprocesses of tests inherit them. A cache of
 # its own keeps what the user has downloaded from deciding a test.
 _hf_home = tempfile.TemporaryDirectory(prefix="hf-home-")
@@ -43,3 +46,29 @@ def _no_network() -> Iterator[None]:
         patch.setattr(socket.socket, "connect", connect)
         patch.setattr(socket, "getaddrinfo", getaddrinfo)
         yield
+
+
+def _demo_pipeline() -> Kandinsky5NablaPipeline:
+    pipe = Kandinsky5NablaPipeline.from_pretrained(load_preset("demo").model)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="session")
+def _shared_pipe() -> Kandinsky5NablaPipeline:
+    return _demo_pipeline()
+
+
+@pytest.fixture
+def pipe(_shared_pipe: Kandinsky5NablaPipeline) -> Kandinsky5NablaPipeline:
+    """The checkpoint inside the package on the masked reference: exact, and nothing to compile at each new size."""
+    _shared_pipe.transformer.set_attention_backend("NABLA_REFERENCE")
+    return _shared_pipe
+
+
+@pytest.fixture
+def fresh_pipe() -> Kandinsky5NablaPipeline:
+    """A pipeline of its own, for tests that change weights or dtype."""
+    pipe = _demo_pipeline()
+    pipe.transformer.set_attention_backend("NABLA_REFERENCE")
+    return pipe

@@ -3,11 +3,11 @@
 import ast
 import re
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "kandinsky5_nabla"

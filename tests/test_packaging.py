@@ -7,11 +7,11 @@ import socket
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("attention", "configs", "models", "pipeline", "scripts")
