@@ -53,6 +53,7 @@ def export_video(
     crf: int = 18,
     overwrite: bool = False,
     num_frames: int | None = None,
+    comment: str | None = None,
 ) -> Path:
     """Write frames to an H.264 (yuv420p) MP4 of exactly their size, number and rate; return its path.
 
@@ -67,6 +68,7 @@ def export_video(
         crf: x264's quality, 0 (lossless) to 51.
         overwrite: replace a file of this name.
         num_frames: how many frames `frames` must give; any other number is an error.
+        comment: a text for the file's metadata, such as how the video was made.
 
     Raises:
         ValueError: a frame, size, number or argument that cannot be written as asked.
@@ -81,7 +83,7 @@ def export_video(
         raise ValueError(f"crf must be between 0 and 51, got {crf}")
     rate = _frame_rate(fps)
     with complete_file(path, overwrite=overwrite) as temporary:
-        written = _encode(_checked_frames(frames, num_frames), temporary, rate, crf)
+        written = _encode(_checked_frames(frames, num_frames), temporary, rate, crf, comment)
         _check_read_back(temporary, written)
     return path
 
@@ -208,7 +210,7 @@ def _check_even(height: int, width: int) -> None:
         )
 
 
-def _encode(frames: Iterator[np.ndarray], path: Path, rate: Fraction, crf: int) -> VideoInfo:
+def _encode(frames: Iterator[np.ndarray], path: Path, rate: Fraction, crf: int, comment: str | None) -> VideoInfo:
     """Encode frames of one size to `path`; return what the file must now hold."""
     first = next(frames)
     height, width, _ = first.shape
@@ -216,7 +218,8 @@ def _encode(frames: Iterator[np.ndarray], path: Path, rate: Fraction, crf: int) 
     encoder = f"-c:v libx264 -crf {crf} -threads {_ENCODER_THREADS} -vf {_RGB_TO_BT709}"
     # bitexact: no version or date in the file. faststart: the index comes first, so players need not load it all.
     container = "-flags:v +bitexact -fflags +bitexact -movflags +faststart -f mp4"
-    arguments = [*source.split(), *encoder.split(), *container.split(), "-y", f"file:{path}"]
+    metadata = [] if comment is None else ["-metadata", f"comment={comment}"]
+    arguments = [*source.split(), *encoder.split(), *container.split(), *metadata, "-y", f"file:{path}"]
     count = 0
     with _ffmpeg(arguments, stdin=subprocess.PIPE) as process:
         for frame in chain([first], frames):

@@ -42,7 +42,7 @@ class Video:
     @property
     def latents(self) -> Path:
         """Where the latents lie while they are decoded."""
-        return self.output.with_suffix(".latents.safetensors")
+        return _latents_of(self.output)
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,10 @@ class Plan:
             "offload": self.offload,
             "outputs": [{"file": str(v.output), "seed": v.seed, "prompt": v.prompt} for v in self.videos],
         }
+
+
+def _latents_of(output: Path) -> Path:
+    return output.with_suffix(".latents.safetensors")
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
@@ -249,7 +253,7 @@ def _free_names(names: list[Path], overwrite: bool) -> list[Path]:
     free: list[Path] = []
     for name in names:
         candidate, number = name, 1
-        while candidate in free or (candidate.exists() and not overwrite):
+        while candidate in free or (not overwrite and (candidate.exists() or _latents_of(candidate).exists())):
             number += 1
             candidate = name.with_stem(f"{name.stem}-{number}")
         free.append(candidate)

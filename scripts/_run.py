@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from kandinsky5_nabla.scripts._plan import Plan, Video
 
 
-def run(plan: Plan) -> dict[str, Any]:
+def run(plan: Plan, on_video: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Make the videos of a plan; return what was made, with the seconds of each stage.
+
+    `on_video` gets each video's part of the result as soon as its file is complete.
 
     Raises:
         RuntimeError: if a stage fails; the message names the stage and what was kept.
@@ -35,7 +38,10 @@ def run(plan: Plan) -> dict[str, Any]:
     with _stage("text", spent, "encoding the text"):
         texts = _encode(pipe, plan)
     settings = pipe.resolve_settings(**plan.given)
-    videos = [_make_video(pipe, plan, settings, video, texts[video.prompt], spent) for video in plan.videos]
+    videos = []
+    for video in plan.videos:
+        videos.append(_make_video(pipe, plan, settings, video, texts[video.prompt], spent))
+        on_video(videos[-1])
     return {**plan.describe(settings), "videos": videos}
 
 
@@ -90,7 +96,14 @@ def _make_video(
     with _stage("decode", spent, "decoding", kept):
         frames = pipe.decode(latents, "np")[0]
     with _stage("export", spent, f"writing {video.output}", kept):
-        export_video(frames, video.output, plan.preset.fps, overwrite=plan.overwrite, num_frames=settings.num_frames)
+        export_video(
+            frames,
+            video.output,
+            plan.preset.fps,
+            overwrite=plan.overwrite,
+            num_frames=settings.num_frames,
+            comment=_record(plan, settings, video),
+        )
     video.latents.unlink()
     return {
         "file": str(video.output),
@@ -102,6 +115,12 @@ def _make_video(
         "seed": video.seed,
         "seconds": {stage: round(seconds, 2) for stage, seconds in spent.items()},
     }
+
+
+def _record(plan: Plan, settings: Settings, video: Video) -> str:
+    """Return what made a video, as JSON for the file itself; no times, so that the same run gives the same bytes."""
+    record = {name: value for name, value in plan.describe(settings).items() if name != "outputs"}
+    return json.dumps({"prompt": video.prompt, "seed": video.seed, "negative_prompt": plan.negative_prompt, **record})
 
 
 @contextmanager

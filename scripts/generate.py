@@ -31,9 +31,8 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = Parser(
-        prog="generate.py",
         description="Make a video of a prompt with Kandinsky 5 and NABLA attention.",
-        epilog='Try it without a download: generate.py --config demo --prompt "a red square moving left"',
+        epilog='Try it without a download: %(prog)s --config demo --prompt "a red square moving left"',
         allow_abbrev=False,
     )
     add = parser.add_argument_group("what to make").add_argument
@@ -94,14 +93,17 @@ def _main(args: argparse.Namespace) -> int:
         else:
             from kandinsky5_nabla.scripts._run import run
 
-            result = run(plan)
+            result = run(plan, on_video=lambda video: None if args.json else print(_line(video), flush=True))
     except BadInput as error:
         return _fail(args.json, 2, error.problems)
     except Exception as error:
         if args.debug:
             traceback.print_exc()
         return _fail(args.json, 1, [f"{error}" if args.debug else f"{error} (--debug shows the traceback)"])
-    print(json.dumps(result) if args.json else _report(result))
+    if args.json:
+        print(json.dumps(result))
+    elif args.dry_run:
+        print("\n".join(f"{name}: {value}" for name, value in result.items()))
     return 0
 
 
@@ -114,18 +116,14 @@ def _fail(as_json: bool, code: int, problems: list[str]) -> int:
     return code
 
 
-def _report(result: dict[str, Any]) -> str:
-    """Return a line per video, or the plan of a dry run."""
-    if "videos" not in result:
-        return "\n".join(f"{name}: {value}" for name, value in result.items())
-    lines = []
-    for video in result["videos"]:
-        seconds = ", ".join(f"{stage} {spent:.1f} s" for stage, spent in video["seconds"].items())
-        lines.append(
-            f"{video['file']}: {video['width']}x{video['height']}, {video['num_frames']} frames at "
-            f"{video['fps']:g} fps, seed {video['seed']}; {seconds}"
-        )
-    return "\n".join(lines)
+def _line(video: dict[str, Any]) -> str:
+    """Return what a person wants to know of a finished video."""
+    seconds = ", ".join(f"{stage} {spent:.1f} s" for stage, spent in video["seconds"].items())
+    frames = f"{video['num_frames']} frame{'' if video['num_frames'] == 1 else 's'}"
+    return (
+        f"{video['file']}: {video['width']}x{video['height']}, {frames} at {video['fps']:g} fps, "
+        f"seed {video['seed']}; {seconds}"
+    )
 
 
 def _versions() -> str:

@@ -381,3 +381,15 @@ def test_files_that_are_no_complete_video_are_refused_by_name(tmp_path, read):
         (tmp_path / "broken.mp4").write_bytes(content)
         with pytest.raises(ValueError, match=r"broken\.mp4 is not a complete video"):
             read(tmp_path / "broken.mp4")
+
+
+def test_a_comment_is_in_the_file_and_changes_nothing_else(tmp_path):
+    import imageio_ffmpeg
+
+    frames = np.full((2, 16, 16, 3), 90, np.uint8)
+    text = '{"prompt": "quotes and = ; # кот", "seed": 7}'
+    path = export_video(frames, tmp_path / "video.mp4", comment=text)
+    dump = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(path), "-f", "ffmetadata", "-"]
+    metadata = subprocess.run(dump, capture_output=True, check=True).stdout.decode()
+    assert f"comment={text}" in metadata.replace("\\", "")
+    assert np.array_equal(read_video(path)[0], read_video(export_video(frames, tmp_path / "other.mp4"))[0])
