@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from .abstract import AttentionBackend, AttentionImpl, AttentionMetadata, Attent
 from .flex import block_sparse_attention
 from .mask import nabla_mask
 from .order import BLOCK, TILE
-from .reference import masked_attention
+from .reference import masked_attention, score_matrix_problem
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,17 @@ class NablaReferenceBackend(NablaAttentionBackend):
     def get_impl_cls() -> type[NablaReferenceImpl]:
         """Return `NablaReferenceImpl`."""
         return NablaReferenceImpl
+
+    @classmethod
+    def validate_configuration(
+        cls, *, num_heads: int | None = None, visual_shape: tuple[int, int, int] | None = None, **facts: Any
+    ) -> list[str]:
+        """Return the reasons of NABLA, and a score matrix that would not fit."""
+        reasons = super().validate_configuration(num_heads=num_heads, visual_shape=visual_shape, **facts)
+        if num_heads is not None and visual_shape is not None:
+            problem = score_matrix_problem(1, math.prod(visual_shape), num_heads)
+            reasons += [problem] if problem else []
+        return reasons
 
 
 class NablaReferenceImpl(NablaAttentionImpl):

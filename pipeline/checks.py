@@ -6,6 +6,7 @@ Plain Python: the command line reports bad input without loading torch.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +24,29 @@ DEFAULT_NABLA_P = 0.9
 """What most published checkpoints were trained with (checkpoints.md)."""
 
 
+MAX_COUNT = 10_000
+"""Most steps of a run, and most videos of a prompt: more is a slip of the hand."""
+
 T = TypeVar("T")
+
+
+def prompt_list(prompt: object, name: str = "prompt") -> list[str]:
+    """Return prompts as a list of texts.
+
+    Raises:
+        ValueError: if it is neither a text nor a list of texts, the list is empty, or a text cannot be encoded.
+    """
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(prompts, (list, tuple)):
+        raise ValueError(f"{name} {prompt!r}: must be a text or a list of texts, not {type(prompt).__name__}")
+    if not prompts:
+        raise ValueError(f"the list of {name}s is empty: give at least one (an empty text is allowed)")
+    for text in prompts:
+        if not isinstance(text, str):
+            raise ValueError(f"a {name} must be a text, not {type(text).__name__}: {text!r}")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError(f"a {name} is no valid text (it holds bytes that are not UTF-8): {text!r}")
+    return list(prompts)
 
 
 class Report:
@@ -123,18 +146,19 @@ class Settings:
         found = [*_size_problems(geometry, self.height, self.width), *_frame_problems(geometry, self.num_frames)]
         counts = {"number of steps": self.num_inference_steps, "number of videos": self.num_videos}
         for name, count in counts.items():
-            if not _is_whole(count) or count < 1:
-                found.append(f"{name} {count!r}: must be a whole number, 1 or more")
+            if not _is_whole(count) or not 1 <= count <= MAX_COUNT:
+                found.append(f"{name} {count!r}: must be a whole number from 1 to {MAX_COUNT}")
         if not _is_number(self.guidance_scale) or self.guidance_scale < 0:
-            found.append(f"guidance scale {self.guidance_scale!r}: must be 0 or more (1 is no guidance)")
+            found.append(f"guidance scale {self.guidance_scale!r}: must be a number, 0 or more (1 is no guidance)")
         if not _is_number(self.shift) or self.shift <= 0:
-            found.append(f"shift {self.shift!r}: must be more than 0")
-        if len(self.scale_factor) != 3 or not all(_is_number(s) and s > 0 for s in self.scale_factor):
+            found.append(f"shift {self.shift!r}: must be a number above 0")
+        factors = self.scale_factor if isinstance(self.scale_factor, (tuple, list)) else ()
+        if len(factors) != 3 or not all(_is_number(factor) and factor > 0 for factor in factors):
             found.append(f"scale factor {self.scale_factor!r}: must be three numbers above 0, for t, h, w")
         if self.nabla_P is not None and not geometry.tiled:
             found.append(f"NABLA P {self.nabla_P!r}: attention is dense here and keeps everything; leave P out")
         elif self.nabla_P is not None and not (_is_number(self.nabla_P) and 0 < self.nabla_P <= 1):
-            found.append(f"NABLA P {self.nabla_P!r}: the kept mass must be more than 0 and at most 1")
+            found.append(f"NABLA P {self.nabla_P!r}: the kept mass must be a number above 0 and at most 1")
         return found
 
 
@@ -189,8 +213,8 @@ def _legal_frames(geometry: Geometry, frames: float) -> list[int]:
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -136,7 +136,9 @@ def make_attention_metadata(
         return None
     assert nabla_P is not None, "Settings give NABLA its P"
     T, H, W = (size // patch for size, patch in zip(latent_shape[:3], config["patch_size"], strict=True))
-    backend.require(visual_shape=(T, H, W), dtype=transformer.dtype)
+    head_size = sum(config["axes_dims"])
+    heads = config["model_dim"] // head_size
+    backend.require(num_heads=heads, head_size=head_size, visual_shape=(T, H, W), dtype=transformer.dtype)
     grid = (T, H // TILE, W // TILE)
     N = T * (H // TILE) * (W // TILE)
     if config["attention_add_sta"] is False:

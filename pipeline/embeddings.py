@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .checks import prompt_list
 from .text import TextEmbeddings
 
 TextSource = list[str] | TextEmbeddings
@@ -46,13 +47,7 @@ class GivenText:
             return self._embeddings(text_dim, pooled_dim) if embedded else None
         if embedded:
             raise ValueError(f"give {self.prefix}prompt or {self.prefix}prompt_embeds, not both")
-        prompts = [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
-        if not prompts:
-            raise ValueError(f"the list of {self.prefix}prompts is empty: give at least one (an empty text is allowed)")
-        for text in prompts:
-            if not isinstance(text, str):
-                raise ValueError(f"a {self.prefix}prompt must be a text, not {type(text).__name__}: {text!r}")
-        return prompts
+        return prompt_list(self.prompt, f"{self.prefix}prompt")
 
     def _embeddings(self, text_dim: int, pooled_dim: int) -> TextEmbeddings:
         name, embeds, pooled = self.prefix, self.prompt_embeds, self.pooled

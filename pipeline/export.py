@@ -169,6 +169,8 @@ def _tensor_to_array(frame: torch.Tensor) -> np.ndarray:
 def _float_to_uint8(array: np.ndarray, name: str) -> np.ndarray:
     if not np.isfinite(array).all():
         raise ValueError(f"{name} holds values that are not finite (NaN or infinity)")
+    if array.max() > 2 or array.min() < -1:  # far outside: 0..255 given as floats would all become white
+        raise ValueError(f"{name} holds floats from {array.min():g} to {array.max():g}; 0..1 is meant")
     # In fp32 whatever the dtype: fp16 cannot tell 254.4 from 254.5, and one precision gives one file.
     return np.rint(array.clip(0, 1).astype(np.float32) * 255).astype(np.uint8)
 

@@ -26,7 +26,9 @@ def complete_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
     temporary = path.with_name(f".{uuid.uuid4().hex}{path.suffix}")
     try:
         temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)  # some libraries write files that only their owner can read
         if overwrite:
             os.replace(temporary, path)
         else:

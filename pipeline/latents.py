@@ -48,8 +48,10 @@ def make_generators(
         return [torch.Generator("cpu").manual_seed(seed + i) for i in range(count)]
     if generator is None or isinstance(generator, torch.Generator):
         generators: list[torch.Generator | None] = [generator] * count
-    else:
+    elif isinstance(generator, (list, tuple)) and all(isinstance(one, torch.Generator) for one in generator):
         generators = [*generator]
+    else:
+        raise ValueError(f"generator {generator!r}: must be a torch.Generator or a list of them")
     if len(generators) != count:
         raise ValueError(f"{len(generators)} generators for {count} videos: give one, or one for each video")
     for one in generators:

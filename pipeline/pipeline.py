@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from .output import Kandinsky5PipelineOutput
 from .request import CALLBACK_TENSORS, Request, resolve_request
 from .schedule import make_sigmas
 from .text import TextEmbeddings, check_prefix_length, encode_prompts
+
+logger = logging.getLogger(__name__)
 
 FALLBACK_PRESET = "lite-t2v-10s-sft"
 """Whose defaults a checkpoint without a preset of its own gets."""
@@ -78,7 +81,9 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
             scheduler=scheduler,
         )
         self.defaults = load_preset(preset or FALLBACK_PRESET)
-        if preset is not None:
+        if preset is None:
+            logger.warning("no preset is known for this checkpoint: the defaults are those of %s", FALLBACK_PRESET)
+        else:
             self.register_to_config(preset=preset)
             if tokenizer is not None:
                 check_prefix_length(tokenizer, self.defaults.prompt_prefix_tokens)
@@ -200,16 +205,20 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
     def resolve_settings(self, **given: Any) -> Settings:
         """Return the numbers of a call (`Settings`): what is given and not None, else the checkpoint's.
 
-        The checkpoint's shift is that of its scheduler_config.json; everything else is the preset's.
+        The checkpoint's shift is that of its scheduler_config.json and its P that of transformer/config.json;
+        everything else is the preset's.
         """
+        geometry, P = self.geometry, self.transformer.config["attention_P"]
         if given.get("shift") is None and self.scheduler is not None:
             given["shift"] = self.scheduler.config["shift"]
-        return Settings.from_preset(self.defaults, self.geometry, **given)
+        if given.get("nabla_P") is None and geometry.tiled and P is not None:
+            given["nabla_P"] = P
+        return Settings.from_preset(self.defaults, geometry, **given)
 
-    def encode_prompt(self, prompts: Sequence[str], max_sequence_length: int | None = None) -> TextEmbeddings:
+    def encode_prompt(self, prompts: str | Sequence[str], max_sequence_length: int | None = None) -> TextEmbeddings:
         """Return the embeddings of B prompts, `[B, L, D]`, `[B, L]` and `[B, D2]` (`pipeline.text`)."""
         return encode_prompts(
-            list(prompts),
+            prompts,
             self.tokenizer,
             self.text_encoder,
             self.tokenizer_2,
@@ -266,7 +275,8 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
                 bar.update()
                 if callback is not None:
                     tensors = _callback_tensors(latents, guidance, callback_tensors)
-                    changed = callback(self, step, sigmas[step] * 1000, tensors) or {}
+                    returned = callback(self, step, sigmas[step] * 1000, tensors)
+                    changed = {} if returned is None else returned
                     latents, guidance = _with_changes(latents, guidance, changed)
                 return None if self._interrupt else (latents, guidance)
 
@@ -308,6 +318,18 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
         loaded = super().load_config(*args, **kwargs)
         return (to_loaders(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else to_loaders(loaded)
 
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Save all parts in the Diffusers layout, as safetensors; the other arguments are diffusers', by name.
+
+        Raises:
+            ValueError: for pickle files and variants, which `from_pretrained` would not read.
+        """
+        unreadable = {"safe_serialization": True, "variant": None}
+        for name, only in unreadable.items():
+            if args or kwargs.get(name, only) != only:
+                raise ValueError(f"save_pretrained: only {name}={only} can be loaded again; leave it out")
+        super().save_pretrained(save_directory, **kwargs)
+
     def to_json_string(self) -> str:
         """Return model_index.json with the published classes, so that diffusers opens what was saved."""
         return json.dumps(to_published(json.loads(super().to_json_string())), indent=2, sort_keys=True) + "\n"
@@ -320,7 +342,18 @@ def _callback_tensors(latents: torch.Tensor, guidance: Guidance, names: Sequence
 
 
 def _with_changes(latents: torch.Tensor, guidance: Guidance, changed: dict[str, Any]) -> tuple[torch.Tensor, Guidance]:
-    """Return latents and guidance with the tensors that a callback replaced."""
+    """Return latents and guidance with the tensors that a callback replaced.
+
+    Raises:
+        ValueError: if it is no dict of tensors that a callback may replace, or a shape has changed.
+    """
+    present = _callback_tensors(latents, guidance, CALLBACK_TENSORS)
+    if not isinstance(changed, dict) or not changed.keys() <= present.keys():
+        shown = list(changed) if isinstance(changed, dict) else type(changed).__name__
+        raise ValueError(f"a callback returned {shown}; it may return a dict of {', '.join(CALLBACK_TENSORS)}")
+    for name, tensor in changed.items():
+        if getattr(tensor, "shape", None) != getattr(present[name], "shape", None):
+            raise ValueError(f"a callback returned {name} in another shape than it was given")
     positive, negative = guidance.positive, guidance.negative
     if "prompt_embeds" in changed:
         positive = dataclasses.replace(positive, prompt_embeds=changed["prompt_embeds"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from .checks import Geometry, Report, Settings
+from .denoise import make_attention_metadata
 from .embeddings import GivenText, TextSource, number_of_prompts
 from .latents import latent_shape, make_generators
 from .text import DEFAULT_NEGATIVE_PROMPT, check_max_sequence_length
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from .pipeline import Kandinsky5NablaPipeline
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+NO_TEXT_ENCODER = (
+    "this pipeline has no text encoder, or lacks a part of one: give prompt_embeds with pooled_prompt_embeds, and "
+    "negative_prompt_embeds with negative_pooled_prompt_embeds or guidance_scale=1"
+)
 CALLBACK_TENSORS = ("latents", "prompt_embeds", "negative_prompt_embeds")
 
 
@@ -59,28 +65,36 @@ def resolve_request(
     Raises:
         ValueError: with every problem.
     """
-    geometry, config = pipe.geometry, pipe.transformer.config
-    if latents is not None and latents.dim() == 5:
+    geometry, config, report = pipe.geometry, pipe.transformer.config, Report()
+    channels = config["out_visual_dim"]
+    if latents is not None:
+        if not isinstance(latents, torch.Tensor) or latents.dim() != 5 or latents.shape[-1] != channels:
+            shown = tuple(latents.shape) if isinstance(latents, torch.Tensor) else type(latents).__name__
+            raise ValueError(f"latents {shown}: must be a tensor [B, T, H, W, {channels}], channels last")
         given = _size_of(latents, geometry) | {name: value for name, value in given.items() if value is not None}
+    report.add(_scheduler_problems(pipe.scheduler))
+    report.raise_if_any()
     settings = pipe.resolve_settings(**given)
     if max_sequence_length is None:
         max_sequence_length = pipe.defaults.max_sequence_length
 
-    report = Report()
     report.add(settings.problems(geometry))
     report.attempt(check_max_sequence_length, max_sequence_length)
     if output_type not in OUTPUT_TYPES:
         report.add([f"output_type {output_type!r}: must be one of {', '.join(OUTPUT_TYPES)}"])
-    for name in set(callback_tensors) - set(CALLBACK_TENSORS):
+    names = [callback_tensors] if isinstance(callback_tensors, str) else callback_tensors
+    for name in set(names) - set(CALLBACK_TENSORS):
         report.add([f"callback tensor {name!r}: must be one of {', '.join(CALLBACK_TENSORS)}"])
     sources = _text_sources(report, positive, negative, settings.guidance_scale, config)
-    if any(isinstance(source, list) for source in sources) and pipe.text_encoder is None:
-        report.add(["this pipeline has no text encoder: give prompt_embeds (and negative_prompt_embeds)"])
+    encoders = (pipe.text_encoder, pipe.tokenizer, pipe.text_encoder_2, pipe.tokenizer_2)
+    if None in encoders and any(isinstance(source, list) for source in sources):
+        report.add([NO_TEXT_ENCODER])
     report.raise_if_any()
     count = number_of_prompts(sources[0]) * settings.num_videos
-    shape = latent_shape(settings.num_frames, settings.height, settings.width, config["out_visual_dim"], geometry)
+    shape = latent_shape(settings.num_frames, settings.height, settings.width, channels, geometry)
     if latents is not None and tuple(latents.shape) != (count, *shape):
         report.add([f"latents {tuple(latents.shape)}: must be {(count, *shape)} for this request"])
+    report.attempt(make_attention_metadata, pipe.transformer, shape, settings.nabla_P, "cpu")
     generators = report.attempt(make_generators, count, generator, seed)
     report.raise_if_any()
     assert generators is not None, "the report has raised"
@@ -107,6 +121,14 @@ def _text_sources(
             ]
         )
     return source, against
+
+
+def _scheduler_problems(scheduler: object) -> Iterator[str]:
+    if scheduler is not None and not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        yield (
+            f"scheduler {type(scheduler).__name__}: this pipeline has its own Euler schedule and reads only the "
+            "shift of a FlowMatchEulerDiscreteScheduler; give shift= and num_inference_steps= instead"
+        )
 
 
 def _size_of(latents: torch.Tensor, geometry: Geometry) -> dict[str, int]:

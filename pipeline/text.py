@@ -1,11 +1,14 @@
 """Prompts to embeddings: the template, token ids and the two text encoders (shared stage 1)."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+
+from .checks import prompt_list
 
 if TYPE_CHECKING:
     from transformers import CLIPTextModel, PreTrainedModel, PreTrainedTokenizerBase
@@ -83,9 +86,9 @@ def check_max_sequence_length(max_sequence_length: int) -> None:
     Raises:
         ValueError: max_sequence_length is not in 1..256.
     """
-    if not 1 <= max_sequence_length <= MAX_PROMPT_TOKENS:
+    if not isinstance(max_sequence_length, int) or not 1 <= max_sequence_length <= MAX_PROMPT_TOKENS:
         raise ValueError(
-            f"max_sequence_length={max_sequence_length}: use 1 to {MAX_PROMPT_TOKENS}, the longest prompt "
+            f"max_sequence_length={max_sequence_length!r}: use 1 to {MAX_PROMPT_TOKENS}, the longest prompt "
             "the checkpoints were trained with (the closing <|im_end|> counts)"
         )
 
@@ -128,7 +131,7 @@ def tokenize_clip(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> tuple[li
 
 @torch.no_grad()
 def encode_prompts(
-    prompts: list[str],
+    prompts: str | Sequence[str],
     tokenizer: "PreTrainedTokenizerBase",
     text_encoder: "PreTrainedModel",
     tokenizer_2: "PreTrainedTokenizerBase",
@@ -140,7 +143,7 @@ def encode_prompts(
     """Encode B prompts; a batch equals its single runs bit for bit, because each prompt is encoded alone.
 
     Args:
-        prompts: the user's texts; an empty text is allowed, an empty list is not.
+        prompts: a text or a list of texts; an empty text is allowed, an empty list is not.
         tokenizer: Qwen's tokenizer.
         text_encoder: Qwen's language model; `last_hidden_state` is after its final norm.
         tokenizer_2: CLIP's tokenizer.
@@ -152,11 +155,7 @@ def encode_prompts(
     Raises:
         ValueError: no prompts, a prompt that is not a text, or a bad max_sequence_length.
     """
-    if not prompts:
-        raise ValueError("the list of prompts is empty: give at least one prompt (an empty text is allowed)")
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            raise ValueError(f"a prompt must be a text, not {type(prompt).__name__}: {prompt!r}")
+    prompts = prompt_list(prompts)
     device = text_encoder.device if device is None else device
     dtype = text_encoder.dtype if dtype is None else dtype
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import tempfile
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kandinsky5_nabla.configs import Preset, find_preset, load_preset, preset_names
-from kandinsky5_nabla.pipeline.checks import Geometry, Report, Settings, frames_of_duration
+from kandinsky5_nabla.pipeline.checks import MAX_COUNT, Geometry, Report, Settings, frames_of_duration, prompt_list
 from kandinsky5_nabla.pipeline.components import to_loaders
 
 DEFAULT_PRESET = "lite-t2v-10s-sft"
@@ -110,7 +111,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
         raise BadInput(report.problems)
     model = args.model or preset.model
     report.attempt(_check_model, model)
-    geometry = _geometry(report, args.attention, Path(model), preset)
+    configs = _read_configs(report, Path(model))
+    geometry = _geometry(report, args.attention, configs, preset)
     given = {
         "height": args.height,
         "width": args.width,
@@ -120,14 +122,17 @@ def make_plan(args: argparse.Namespace) -> Plan:
         "shift": args.shift,
         "nabla_P": args.nabla_p,
     }
-    settings = Settings.from_preset(preset, geometry, **given, num_videos=args.num_videos)
+    known = _numbers_of(configs, geometry) | {name: v for name, v in given.items() if v is not None}
+    settings = Settings.from_preset(preset, geometry, **known, num_videos=args.num_videos)
     report.add(settings.problems(geometry))
     if not args.prompt:
         report.add(["no prompt was given: add --prompt TEXT (an empty text is allowed)"])
+    else:
+        report.attempt(prompt_list, args.prompt)
     if args.seed is not None and not 0 <= args.seed <= 2**63 - 1 - max(0, args.num_videos):
         report.add([f"seed {args.seed}: must be from 0 to 2**63 - 1"])
     unusable = _output_problems(args.output)
-    videos = [] if unusable else _videos(args)
+    videos = [] if unusable or args.num_videos > MAX_COUNT else _videos(args)
     report.add(unusable or _taken(videos, args.overwrite))
     device = _device(report, args.device, preset)
     if args.offload != "none" and device == "cpu":
@@ -190,17 +195,28 @@ def _check_classes(index: Path) -> None:
         raise ValueError(f"{index.parent}: {error}") from error
 
 
-def _geometry(report: Report, attention: str | None, model: Path, preset: Preset) -> Geometry:
+def _read_configs(report: Report, model: Path) -> dict[str, dict[str, Any]]:
+    """Return the configs of a local checkpoint's parts; empty ones where the checkpoint is not local."""
+    files = {"transformer": "config.json", "vae": "config.json", "scheduler": "scheduler_config.json"}
+    return {part: report.attempt(_read_json, model / part / file) or {} for part, file in files.items()}
+
+
+def _geometry(report: Report, attention: str | None, configs: dict[str, dict[str, Any]], preset: Preset) -> Geometry:
     """Return the geometry that the checkpoint's configs describe, as far as they lie here, with the attention."""
-    transformer = report.attempt(_read_json, model / "transformer" / "config.json") or {}
-    vae = report.attempt(_read_json, model / "vae" / "config.json") or {}
-    tiled = transformer.get("attention_type", preset.attention) == "nabla"
+    tiled = configs["transformer"].get("attention_type", preset.attention) == "nabla"
     if attention is not None:
         from kandinsky5_nabla.attention import get_attention_backend
 
         backend = report.attempt(get_attention_backend, attention)
         tiled = backend.token_order == "blocks" if backend is not None else tiled
-    return Geometry.from_configs(vae, transformer, tiled)
+    return Geometry.from_configs(configs["vae"], configs["transformer"], tiled)
+
+
+def _numbers_of(configs: dict[str, dict[str, Any]], geometry: Geometry) -> dict[str, Any]:
+    """Return the numbers that the checkpoint's own files give, as the pipeline reads them once it is loaded."""
+    P = configs["transformer"].get("attention_P") if geometry.tiled else None
+    numbers = {"shift": configs["scheduler"].get("shift"), "nabla_P": P}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -250,14 +266,14 @@ def safe_name(prompt: str) -> str:
 
 def _free_names(names: list[Path], overwrite: bool) -> list[Path]:
     """Return the names, numbered where one is taken already, on disk or in this run."""
-    free: list[Path] = []
+    free: dict[Path, None] = {}  # in order, and quick to look up
     for name in names:
         candidate, number = name, 1
         while candidate in free or (not overwrite and (candidate.exists() or _latents_of(candidate).exists())):
             number += 1
             candidate = name.with_stem(f"{name.stem}-{number}")
-        free.append(candidate)
-    return free
+        free[candidate] = None
+    return list(free)
 
 
 def _output_problems(output: Path | None) -> list[str]:
@@ -270,9 +286,18 @@ def _output_problems(output: Path | None) -> list[str]:
     folder = Path() if output is None else output.parent
     if not os.path.isdir(folder):
         problems.append(f"output folder {folder}: does not exist; create it first")
-    elif not os.access(folder, os.W_OK):
-        problems.append(f"output folder {folder}: cannot be written to")
+    elif (reason := _why_not_writable(folder)) is not None:
+        problems.append(f"output folder {folder}: cannot be written to ({reason})")
     return problems
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Try it: permissions alone do not tell, of a full or a special file system for example."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror
 
 
 def _taken(videos: list[Video], overwrite: bool) -> Iterator[str]:
@@ -288,7 +313,8 @@ def _taken(videos: list[Video], overwrite: bool) -> Iterator[str]:
         if path.is_dir():
             yield f"output {path}: is a folder; name another file"
         elif not overwrite:
-            yield f"output {path}: exists; choose another name or add --overwrite"
+            kept = " (latents of a run that did not finish)" if path.suffix == ".safetensors" else ""
+            yield f"output {path}: exists{kept}; choose another name or add --overwrite"
 
 
 def _device(report: Report, name: str | None, preset: Preset) -> str:

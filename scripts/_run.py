@@ -42,7 +42,7 @@ def run(plan: Plan, on_video: Callable[[dict[str, Any]], None]) -> dict[str, Any
     for video in plan.videos:
         videos.append(_make_video(pipe, plan, settings, video, texts[video.prompt], spent))
         on_video(videos[-1])
-    return {**plan.describe(settings), "videos": videos}
+    return {**plan.describe(settings), "attention": pipe.transformer.attention_backend.get_name(), "videos": videos}
 
 
 def _load(plan: Plan) -> Kandinsky5NablaPipeline:
@@ -102,7 +102,7 @@ def _make_video(
             plan.preset.fps,
             overwrite=plan.overwrite,
             num_frames=settings.num_frames,
-            comment=_record(plan, settings, video),
+            comment=_record(pipe, plan, settings, video),
         )
     video.latents.unlink()
     return {
@@ -117,9 +117,10 @@ def _make_video(
     }
 
 
-def _record(plan: Plan, settings: Settings, video: Video) -> str:
+def _record(pipe: Kandinsky5NablaPipeline, plan: Plan, settings: Settings, video: Video) -> str:
     """Return what made a video, as JSON for the file itself; no times, so that the same run gives the same bytes."""
     record = {name: value for name, value in plan.describe(settings).items() if name != "outputs"}
+    record["attention"] = pipe.transformer.attention_backend.get_name()
     return json.dumps({"prompt": video.prompt, "seed": video.seed, "negative_prompt": plan.negative_prompt, **record})
 
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -86,6 +87,7 @@ def _main(args: argparse.Namespace) -> int:
         return 0
     from kandinsky5_nabla.scripts._plan import BadInput, make_plan  # here: --help answers at once
 
+    done: list[dict[str, Any]] = []
     try:
         plan = make_plan(args)
         if args.dry_run:
@@ -93,13 +95,20 @@ def _main(args: argparse.Namespace) -> int:
         else:
             from kandinsky5_nabla.scripts._run import run
 
-            result = run(plan, on_video=lambda video: None if args.json else print(_line(video), flush=True))
+            def on_video(video: dict[str, Any]) -> None:
+                done.append(video)
+                if not args.json:
+                    print(_line(video), flush=True)
+
+            result = run(plan, on_video)
     except BadInput as error:
         return _fail(args.json, 2, error.problems)
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        return _fail(args.json, 1, [f"{error}" if args.debug else f"{error} (--debug shows the traceback)"])
+        return _fail(args.json, 1, [f"{error}" if args.debug else f"{error} (--debug shows the traceback)"], done)
+    except KeyboardInterrupt:
+        return _fail(args.json, 130, ["interrupted"], done)
     if args.json:
         print(json.dumps(result))
     elif args.dry_run:
@@ -107,10 +116,12 @@ def _main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fail(as_json: bool, code: int, problems: list[str]) -> int:
+def _fail(as_json: bool, code: int, problems: list[str], done: Sequence[dict[str, Any]] = ()) -> int:
+    """Report problems, and in JSON the videos that were complete before; return the exit code."""
     problems = [" ".join(problem.split()) for problem in problems]  # one line each, whatever the libraries say
     if as_json:
-        print(json.dumps({"error": {"exit_code": code, "problems": problems}}))
+        videos = {"videos": list(done)} if done else {}
+        print(json.dumps({"error": {"exit_code": code, "problems": problems}, **videos}))
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return code

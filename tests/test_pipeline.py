@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import UniPCMultistepScheduler
 
 from kandinsky5_nabla.pipeline.text import DEFAULT_NEGATIVE_PROMPT
 
@@ -138,6 +139,9 @@ BAD_REQUESTS = {
     "empty list": ({"prompt": []}, "empty"),
     "no prompt": ({"prompt": None}, "prompt_embeds"),
     "not a text": ({"prompt": ["a", 3]}, "int"),
+    "a number": ({"prompt": 5}, "must be a text or a list of texts, not int"),
+    "a dict": ({"prompt": {"a": 1}}, "not dict"),
+    "no valid text": ({"prompt": "\udcff"}, "not UTF-8"),
     "prompt and embeddings": ({"prompt_embeds": torch.zeros(1, 3, 64)}, "not both"),
     "embeddings alone": ({"prompt": None, "prompt_embeds": torch.zeros(1, 3, 64)}, "come together"),
     "pooled alone": ({"prompt": None, "pooled_prompt_embeds": torch.zeros(1, 64)}, "come together"),
@@ -166,17 +170,25 @@ BAD_REQUESTS = {
     "width": ({"width": 2176}, "nearest: 2048"),
     "guidance": ({"guidance_scale": float("nan")}, "guidance scale nan"),
     "shift": ({"shift": 0.0}, "shift 0.0"),
+    "one scale": ({"scale_factor": 2.0}, "three numbers"),
     "scale factor": ({"scale_factor": (1.0, 2.0)}, "three numbers"),
     "P": ({"nabla_P": 1.5}, "at most 1"),
     "videos": ({"num_videos_per_prompt": 0}, "videos 0"),
     "output type": ({"output_type": "gif"}, "pil, np, pt, latent"),
     "callback tensor": ({"callback_on_step_end_tensor_inputs": ["noise"]}, "noise"),
+    "sequence type": ({"max_sequence_length": "a"}, "'a'"),
+    "latents in diffusers layout": ({"latents": torch.zeros(1, 8, 2, 16, 16)}, "channels last"),
+    "no latents": ({"latents": [1]}, "channels last"),
+    "one callback tensor": ({"callback_on_step_end_tensor_inputs": "noise"}, "callback tensor 'noise'"),
+    "many steps": ({"num_inference_steps": 10**6}, "from 1 to 10000"),
+    "reference size": ({"height": 1024, "width": 1024, "num_frames": 61}, "Use NABLA_ATTN"),
     "sequence length": ({"max_sequence_length": 257}, "257"),
     "seed": ({"seed": -1}, "seed -1"),
     "seed type": ({"seed": 1.5}, "seed 1.5"),
     "seed and generator": ({"generator": torch.Generator()}, "not both"),
+    "no generator": ({"seed": None, "generator": 42}, "must be a torch.Generator"),
     "generators": ({"seed": None, "generator": [torch.Generator()] * 2}, "2 generators for 1"),
-    "latents": ({"latents": torch.zeros(1, 2, 16, 16, 9)}, r"must be \(1, 2, 16, 16, 8\)"),
+    "latents": ({"latents": torch.zeros(1, 2, 16, 16, 9)}, r"must be a tensor \[B, T, H, W, 8\]"),
 }
 
 
@@ -201,6 +213,36 @@ def test_p_is_refused_where_attention_is_dense_and_sizes_may_be_finer(pipe):
     assert latents_of(pipe, "a circle", height=80, width=112).shape == (1, 2, 10, 14, 8)
     with pytest.raises(ValueError, match="multiple of 16"):
         latents_of(pipe, "a circle", height=72)
+
+
+def test_numpy_numbers_are_numbers(pipe):
+    given = {
+        "height": np.int64(128),
+        "num_frames": np.int32(5),
+        "guidance_scale": np.float32(5),
+        "shift": np.float64(5),
+    }
+    assert torch.equal(latents_of(pipe, "a circle", **given), latents_of(pipe, "a circle"))
+
+
+def test_one_text_is_one_prompt_for_encode_prompt_too(pipe):
+    assert pipe.encode_prompt("a cat").prompt_embeds.shape[0] == 1
+
+
+def test_a_scheduler_that_would_not_be_used_is_refused(fresh_pipe):
+    fresh_pipe.scheduler = UniPCMultistepScheduler()
+    with pytest.raises(ValueError, match="scheduler UniPCMultistepScheduler"):
+        latents_of(fresh_pipe, "a circle")
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [{"latent": torch.zeros(LATENTS)}, torch.zeros(2), {"latents": None}, {"latents": torch.zeros(1)}],
+    ids=["unknown name", "no dict", "none", "shape"],
+)
+def test_what_a_callback_returns_is_checked(pipe, returned):
+    with pytest.raises(ValueError, match="a callback returned"):
+        latents_of(pipe, "a circle", callback_on_step_end=lambda *_: returned)
 
 
 # Shapes, types, state

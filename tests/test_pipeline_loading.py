@@ -115,3 +115,21 @@ def test_the_preset_is_found_by_folder_and_by_what_was_saved(tmp_path):
 def test_the_checkpoints_own_shift_wins_over_the_presets(pipe):
     assert pipe.resolve_settings().shift == pipe.scheduler.config.shift
     assert pipe.resolve_settings(shift=3.0).shift == 3.0
+
+
+def test_the_checkpoints_own_p_wins_over_the_presets(fresh_pipe):
+    bare = Kandinsky5NablaPipeline(**fresh_pipe.components)
+    assert bare.resolve_settings().nabla_P == fresh_pipe.transformer.config.attention_P == 0.7
+    assert bare.defaults.nabla_P == 0.9
+
+
+def test_a_pipeline_without_a_preset_says_whose_defaults_it_takes(fresh_pipe, caplog):
+    Kandinsky5NablaPipeline(**fresh_pipe.components)
+    assert "defaults are those of lite-t2v-10s-sft" in caplog.text
+
+
+@pytest.mark.parametrize("arguments", [{"variant": "fp16"}, {"safe_serialization": False}])
+def test_what_could_not_be_loaded_again_is_not_saved(pipe, tmp_path, arguments):
+    with pytest.raises(ValueError, match="can be loaded again"):
+        pipe.save_pretrained(tmp_path / "saved", **arguments)
+    assert not (tmp_path / "saved").exists()
