@@ -323,3 +323,11 @@ def test_prompts_times_videos_are_planned_in_order_with_their_seeds(plan_of):
 def test_a_seed_that_is_not_given_is_drawn_anew(plan_of):
     seeds = {plan_of("--prompt", "a cat")["outputs"][0]["seed"] for _ in range(3)}
     assert len(seeds) == 3
+
+
+def test_the_plain_checks_know_the_models_constants():
+    from kandinsky5_nabla.attention.order import TILE
+    from kandinsky5_nabla.models.rope import MAX_POSITIONS
+    from kandinsky5_nabla.pipeline import checks
+
+    assert (checks.NABLA_TILE, checks.MAX_POSITIONS) == (TILE, MAX_POSITIONS)
