@@ -20,7 +20,7 @@ from ..models.transformer import Kandinsky5Transformer
 from .checks import Geometry, Settings
 from .components import to_loaders, to_published
 from .decode import decode_latents
-from .denoise import Guidance, denoise, make_attention_metadata
+from .denoise import Guidance, denoise
 from .embeddings import GivenText, for_transformer, number_of_prompts, split_rows
 from .latents import draw_noise, require_finite
 from .output import Kandinsky5PipelineOutput
@@ -184,9 +184,7 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
         self._interrupt = False
         guidance = self._encode(request)
         latents = draw_noise(request.latent_shape, request.generators) if latents is None else latents
-        latents = self._denoise(
-            latents, guidance, request.settings, callback_on_step_end, callback_on_step_end_tensor_inputs
-        )
+        latents = self._denoise(latents, guidance, request, callback_on_step_end, callback_on_step_end_tensor_inputs)
         frames = latents if output_type == "latent" or self._interrupt else self.decode(latents, output_type)
         self.maybe_free_model_hooks()
         return Kandinsky5PipelineOutput(frames=frames) if return_dict else (frames,)
@@ -260,13 +258,12 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
         self,
         latents: torch.Tensor,
         guidance: Guidance,
-        settings: Settings,
+        request: Request,
         callback: Callback | None,
         callback_tensors: Sequence[str],
     ) -> torch.Tensor:
-        device = self._execution_device
+        settings = request.settings
         sigmas = make_sigmas(settings.num_inference_steps, settings.shift)
-        metadata = make_attention_metadata(self.transformer, latents.shape[1:], settings.nabla_P, device)
         with self.progress_bar(total=settings.num_inference_steps) as bar:  # pyright: ignore[reportCallIssue]
 
             def on_step_end(
@@ -282,11 +279,11 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
 
             return denoise(
                 self.transformer,
-                latents.to(device, torch.float32),
+                latents.to(self._execution_device, torch.float32),
                 sigmas,
                 guidance,
                 settings.scale_factor,
-                metadata,
+                request.attn_metadata,
                 on_step_end,
             )
 

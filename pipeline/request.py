@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+from ..attention import AttentionMetadata
 from .checks import Geometry, Report, Settings
 from .denoise import make_attention_metadata
 from .embeddings import GivenText, TextSource, number_of_prompts
@@ -36,6 +37,7 @@ class Request:
         negative: likewise, B of them or one for all; None without guidance.
         generators: of the noise, one for each of the B * num_videos videos.
         latent_shape: `(T, H, W, C)` of one video.
+        attn_metadata: of the run, its window mask built; None for dense attention.
         max_sequence_length: limit of a prompt in tokens.
     """
 
@@ -44,6 +46,7 @@ class Request:
     negative: TextSource | None
     generators: list[torch.Generator | None]
     latent_shape: tuple[int, int, int, int]
+    attn_metadata: AttentionMetadata | None
     max_sequence_length: int
 
 
@@ -94,11 +97,13 @@ def resolve_request(
     shape = latent_shape(settings.num_frames, settings.height, settings.width, channels, geometry)
     if latents is not None and tuple(latents.shape) != (count, *shape):
         report.add([f"latents {tuple(latents.shape)}: must be {(count, *shape)} for this request"])
-    report.attempt(make_attention_metadata, pipe.transformer, shape, settings.nabla_P, "cpu")
+    attn_metadata = report.attempt(
+        make_attention_metadata, pipe.transformer, shape, settings.nabla_P, pipe._execution_device
+    )
     generators = report.attempt(make_generators, count, generator, seed)
     report.raise_if_any()
     assert generators is not None, "the report has raised"
-    return Request(settings, *sources, generators, shape, max_sequence_length)
+    return Request(settings, *sources, generators, shape, attn_metadata, max_sequence_length)
 
 
 def _text_sources(
