@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from kandinsky5_nabla.attention import NablaAttentionImpl
+from kandinsky5_nabla.attention.lists import BlockLists
 from kandinsky5_nabla.attention.order import BLOCK
 from kandinsky5_nabla.models.transformer import Kandinsky5Transformer
 from kandinsky5_nabla.pipeline.denoise import make_attention_metadata, model_input
@@ -51,8 +52,8 @@ EMPTY, NEGATIVE = "", DEFAULT_NEGATIVE_PROMPT
 DROPOUT = 0.1  # of captions; half becomes the empty text, half the default negative prompt
 POOLED_SWAP = 0.5  # of the pooled embeddings are another caption's: a random CLIP's do not carry over to new phrasings
 OBJECT_WEIGHT = 2.0  # of the latents that the object passes, over the plain background
-PEAK_RATE = 1.2e-3
-BATCH = {64: 32, 128: 16, 256: 4}
+PEAK_RATE, MATRIX_RATE = 1.2e-3, 0.012  # of AdamW and of Muon
+BATCH = {64: 16, 128: 12, 256: 4}
 ENCODED_AT_ONCE = 4
 
 
@@ -159,7 +160,8 @@ def train_transformer(stage: Stage, transformer: Kandinsky5Transformer, clips: C
         text, generator = captions.batch(texts), generator_of(stage.name, step)
         swapped_B = torch.rand(len(texts), generator=generator) < POOLED_SWAP
         pooled_BD = torch.where(swapped_B[:, None], text.pooled.roll(1, 0), text.pooled)
-        u_B = torch.rand(len(latents_BTHWC), generator=generator)
+        # One time in each of B equal parts of 0 .. 1: the loss varies less from step to step.
+        u_B = (torch.arange(len(texts)) + torch.rand(len(texts), generator=generator)) / len(texts)
         sigma_B = TIME_SHIFT * u_B / (1 + (TIME_SHIFT - 1) * u_B)
         noise = torch.randn(latents_BTHWC.shape, generator=generator)
         noisy = torch.lerp(latents_BTHWC, noise, sigma_B[:, None, None, None, None])
@@ -180,18 +182,33 @@ def train_transformer(stage: Stage, transformer: Kandinsky5Transformer, clips: C
         last = recent[-200:]
         return f"loss of the last {len(last)} steps {sum(last) / max(len(last), 1):.4f}"
 
-    train(stage, transformer, loss_of_step, check)
+    train(stage, transformer, loss_of_step, check, hidden_matrices(transformer))
     transformer.reset_attention_backend()
+
+
+def hidden_matrices(transformer: Kandinsky5Transformer) -> list[torch.nn.Parameter]:
+    """Return the matrices inside the blocks, without those of the modulation."""
+    return [
+        weight
+        for name, weight in transformer.named_parameters()
+        if weight.ndim == 2 and "transformer_blocks" in name and "modulation" not in name
+    ]
 
 
 class MaskedSdpaImpl(NablaAttentionImpl):
     """NABLA with a backward pass and no score matrix of its own: the block-sparse kernel has no backward pass."""
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept_BHNN: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lists: BlockLists,
+        real_S: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend to the kept blocks `[B, H, N, N]`, for q, k, v `[B, S, H, D]`."""
-        mask_BHSS = kept_BHNN.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+        """Attend to the kept blocks, for q, k, v `[B, S, H, D]`; the demo's frames divide into tiles."""
+        assert real_S is None
+        mask_BHSS = lists.kept.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
         q_BHSD, k_BHSD, v_BHSD = (x_BSHD.transpose(1, 2) for x_BSHD in (query, key, value))
         out_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, mask_BHSS, scale=self.softmax_scale)
         return out_BHSD.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Training of the demo's VAE: a near-identity start, windows of rendered scenes, latents of mean 0 and deviation 1.
+"""Training of the demo's VAE: a near-identity start, windows of rendered scenes, standardised latents.
 
 Legend: B videos, F frames, H/W rows and columns, C channels, T latent frames.
 """
@@ -38,6 +38,10 @@ VAE_CONFIG = {
     # Trained on windows, used on whole frames: attention would see 64 times as many tokens as it learned from.
     "mid_block_add_attention": False,
 }
+COLOUR_CHANNELS = 3  # the first latents, which the start makes low-resolution colours; the others are edges
+# Standard deviation of the edges' latents, where the colours' is 1: as in pictures, the coarse is the larger. With 1
+# for both, the transformer learned colours and shapes much later.
+EDGE_DEVIATION = 0.4
 LOG_VARIANCE = -6.0  # of the posterior, at the start
 KL_WEIGHT = 2e-4
 OBJECT_WEIGHT = 3.0  # of the pixels that the object covers in any frame: a trail behind it is an error there
@@ -195,7 +199,8 @@ def reconstruction_psnr(vae: AutoencoderKLHunyuanVideo, scenes: list[Scene], sca
 def standardise_latents(vae: AutoencoderKLHunyuanVideo) -> None:
     """Fold mean and deviation of each latent channel into the 1x1x1 convolutions on both sides.
 
-    Afterwards latents times `scaling_factor`, which keeps its published value, have mean 0 and deviation 1.
+    Afterwards latents times `scaling_factor`, which keeps its published value, have mean 0 and deviation 1 where they
+    are colours, EDGE_DEVIATION where they are edges.
     """
     chance = random.Random(2)
     factor = vae.config["scaling_factor"]
@@ -203,6 +208,7 @@ def standardise_latents(vae: AutoencoderKLHunyuanVideo) -> None:
     latents = torch.cat([encode(vae, few) / factor for few in clips.split(4)])
     std_C, mean_C = torch.std_mean(latents.flatten(0, 3), dim=0)
     gain_C = 1 / (std_C * factor)
+    gain_C[COLOUR_CHANNELS:] *= EDGE_DEVIATION
     channels = len(gain_C)
     into, back = vae.quant_conv, vae.post_quant_conv
     into.weight[:channels] *= gain_C[:, None, None, None, None]

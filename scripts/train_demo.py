@@ -34,9 +34,9 @@ class Counts:
     clips_64: int = 1600
     clips_128: int = 1200
     clips_256: int = 200
-    steps_64: int = 1400
-    steps_128: int = 3200
-    steps_256: int = 400
+    steps_64: int = 1000
+    steps_128: int = 5600
+    steps_256: int = 900
 
     def of_side(self, side: int) -> tuple[int, int]:
         """Return clips and steps of the stage at this frame size."""
@@ -85,10 +85,10 @@ def transformer_stage(side: int, work: Path, counts: Counts) -> None:
 def stage_of(side: int, work: Path, counts: Counts) -> Stage:
     """Return the training stage of a frame size: the three share one decay of the learning rate."""
     from kandinsky5_nabla.scripts._demo_training import LAST_RATE, Stage
-    from kandinsky5_nabla.scripts._demo_transformer import PEAK_RATE
+    from kandinsky5_nabla.scripts._demo_transformer import MATRIX_RATE, PEAK_RATE
 
     first, last = {64: (1.0, 0.8), 128: (0.8, 0.25), 256: (0.25, LAST_RATE)}[side]
-    return Stage(f"transformer-{side}-train", counts.of_side(side)[1], PEAK_RATE, work, first, last)
+    return Stage(f"transformer-{side}-train", counts.of_side(side)[1], PEAK_RATE, work, first, last, MATRIX_RATE)
 
 
 def text_parts() -> dict[str, Any]:
