@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from .abstract import AttentionBackend, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder, TokenOrder
 from .flex import block_sparse_attention
-from .mask import nabla_mask
-from .order import BLOCK, TILE
-from .reference import masked_attention, score_matrix_problem
+from .lists import BlockLists, Workspace
+from .order import BLOCK, real_tokens, tile_grid
+from .reference import kept_by_sorting, masked_attention, score_matrix_problem
+from .selection import select_blocks
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,16 @@ class NablaAttentionMetadata(AttentionMetadata):
         current_timestep: integer index of the denoising step.
         sta_mask: window mask, bool `[1, 1, N, N]`, built once per run (`attention.sta_mask`).
         P: mass of the block map to keep per row, in (0, 1].
-        visual_shape: `(T, H, W)` in tokens; N = T * H/8 * W/8.
+        visual_shape: `(T, H, W)` in tokens; N = T * ceil(H/8) * ceil(W/8).
+        real_S: bool `[64 N]`, False for the tokens that pad frames to whole tiles; None where there are none.
+        workspace: buffers for the block lists, shared by all layers and steps.
     """
 
     sta_mask: torch.Tensor
     P: float
     visual_shape: tuple[int, int, int]
+    real_S: torch.Tensor | None = None
+    workspace: Workspace = field(default_factory=Workspace, compare=False)
 
 
 class NablaAttentionMetadataBuilder(AttentionMetadataBuilder[NablaAttentionMetadata]):
@@ -44,16 +49,16 @@ class NablaAttentionMetadataBuilder(AttentionMetadataBuilder[NablaAttentionMetad
         """Return the metadata of one step; fields as in `NablaAttentionMetadata`.
 
         Raises:
-            ValueError: if P is not in (0, 1], a frame does not divide into tiles, or the mask has another size.
+            ValueError: if P is not in (0, 1], or the mask has another size.
         """
-        NablaAttentionBackend.require(visual_shape=visual_shape)
         if not 0 < P <= 1:
             raise ValueError(f"P={P}: the kept mass must be in (0, 1]")
-        T, H, W = visual_shape
-        N = T * H * W // BLOCK
+        N = math.prod(tile_grid(visual_shape))
         if sta_mask.shape[-2:] != (N, N):
             raise ValueError(f"sta_mask {tuple(sta_mask.shape)}: {visual_shape} tokens make {N} blocks")
-        return NablaAttentionMetadata(current_timestep, sta_mask.reshape(1, 1, N, N), float(P), (T, H, W))
+        T, H, W = visual_shape
+        real_S = real_tokens((T, H, W), sta_mask.device)
+        return NablaAttentionMetadata(current_timestep, sta_mask.reshape(1, 1, N, N), float(P), (T, H, W), real_S)
 
 
 class NablaAttentionBackend(AttentionBackend):
@@ -82,19 +87,11 @@ class NablaAttentionBackend(AttentionBackend):
         return NablaAttentionMetadataBuilder
 
     @classmethod
-    def validate_configuration(
-        cls, *, head_size: int | None = None, visual_shape: tuple[int, int, int] | None = None, **facts: Any
-    ) -> list[str]:
-        """Return the reasons why NABLA cannot run: besides the common ones, head size and frame size."""
-        reasons = super().validate_configuration(head_size=head_size, visual_shape=visual_shape, **facts)
+    def validate_configuration(cls, *, head_size: int | None = None, **facts: Any) -> list[str]:
+        """Return the reasons why NABLA cannot run: besides the common ones, the head size."""
+        reasons = super().validate_configuration(head_size=head_size, **facts)
         if head_size is not None and (head_size % 8 or not 8 <= head_size <= 128):
             reasons.append(f"head size {head_size}: multiples of 8 from 8 to 128 are supported")
-        if visual_shape is not None and (visual_shape[1] % TILE or visual_shape[2] % TILE):
-            H, W = visual_shape[1:]
-            reasons.append(
-                f"a frame of {H}x{W} tokens does not divide into {TILE}x{TILE} tiles; "
-                f"the next size that does is {H + -H % TILE}x{W + -W % TILE}"
-            )
         return reasons
 
 
@@ -124,18 +121,28 @@ class NablaAttentionImpl(AttentionImpl[NablaAttentionMetadata]):
         attn_metadata: NablaAttentionMetadata,
     ) -> torch.Tensor:
         """Return NABLA attention `[B, S, H, D]` for q and k after RoPE, in block order."""
-        kept_BHNN = nabla_mask(query, key, attn_metadata.sta_mask, attn_metadata.P)
-        return self.attend(query, key, value, kept_BHNN)
+        lists = self.select(query, key, attn_metadata)
+        return self.attend(query, key, value, lists, attn_metadata.real_S)
+
+    def select(self, query: torch.Tensor, key: torch.Tensor, attn_metadata: NablaAttentionMetadata) -> BlockLists:
+        """Return the kept blocks; they are good until the next layer's selection."""
+        metadata = attn_metadata
+        return select_blocks(query, key, metadata.sta_mask, metadata.P, metadata.real_S, metadata.workspace)
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept_BHNN: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lists: BlockLists,
+        real_S: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend to the kept blocks `[B, H, N, N]`."""
-        return block_sparse_attention(query, key, value, kept_BHNN, self.softmax_scale)
+        """Attend to the kept blocks; `real_S` as in `NablaAttentionMetadata`."""
+        return block_sparse_attention(query, key, value, lists, self.softmax_scale, real_S)
 
 
 class NablaReferenceBackend(NablaAttentionBackend):
-    """NABLA on the plain masked reference: the oracle, for any machine, at dense cost."""
+    """NABLA on the plain reference: the oracle, for any machine, at dense cost."""
 
     @staticmethod
     def get_name() -> str:
@@ -154,18 +161,31 @@ class NablaReferenceBackend(NablaAttentionBackend):
         """Return the reasons of NABLA, and a score matrix that would not fit."""
         reasons = super().validate_configuration(num_heads=num_heads, visual_shape=visual_shape, **facts)
         if num_heads is not None and visual_shape is not None:
-            problem = score_matrix_problem(1, math.prod(visual_shape), num_heads)
+            tokens = math.prod(tile_grid(visual_shape)) * BLOCK
+            problem = score_matrix_problem(1, tokens, num_heads)
             reasons += [problem] if problem else []
         return reasons
 
 
 class NablaReferenceImpl(NablaAttentionImpl):
-    """Selects as `NablaAttentionImpl` does and attends with `masked_attention`."""
+    """Selects by sorting and attends with `masked_attention`."""
 
     backend = NablaReferenceBackend
 
+    @torch.no_grad()
+    def select(self, query: torch.Tensor, key: torch.Tensor, attn_metadata: NablaAttentionMetadata) -> BlockLists:
+        """Return the kept blocks, selected as numerics.md describes it."""
+        metadata = attn_metadata
+        kept_BHNN = kept_by_sorting(query, key, metadata.sta_mask, metadata.P, metadata.real_S)
+        return BlockLists.of_map(kept_BHNN, metadata.real_S)
+
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept_BHNN: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lists: BlockLists,
+        real_S: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend to the kept blocks `[B, H, N, N]` with the whole score matrix."""
-        return masked_attention(query, key, value, kept_BHNN, self.softmax_scale)
+        """Attend to the kept blocks with the whole score matrix."""
+        return masked_attention(query, key, value, lists.kept, self.softmax_scale, real_S)

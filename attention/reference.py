@@ -1,10 +1,11 @@
-"""The plain reference: dense softmax attention in fp32 under a block map. Every sparse kernel must match it."""
+"""The plain reference of NABLA: selection by sorting, dense softmax attention in fp32. What is fast must match it."""
 
 from __future__ import annotations
 
 import torch
 
 from .order import BLOCK
+from .selection import block_map
 
 MAX_SCORE_BYTES = 4 * 2**30
 """Largest score matrix that the reference will allocate: 4 GiB, about 16k tokens with four heads."""
@@ -22,12 +23,27 @@ def score_matrix_problem(batch: int, tokens: int, heads: int) -> str | None:
     )
 
 
+def kept_by_sorting(
+    query: torch.Tensor, key: torch.Tensor, sta_mask: torch.Tensor, P: float, real_S: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the kept blocks, bool `[B, H, N, N]`, as numerics.md describes them; arguments as for `select_blocks`."""
+    ascending, order = block_map(query, key, real_S).sort(dim=-1)
+    kept = ascending.cumsum_(-1) >= 1 - P
+    kept[..., -1] = True  # rounding may leave even the full sum below 1 - P
+    return torch.zeros_like(kept).scatter_(-1, order, kept) | sta_mask
+
+
 def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept_BHNN: torch.Tensor, softmax_scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kept_BHNN: torch.Tensor,
+    softmax_scale: float,
+    real_S: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return softmax(q k^T * scale) v over the kept blocks, for q, k, v `[B, S, H, D]`, in the dtype of `query`.
 
-    The whole `[B, H, S, S]` score matrix is built in fp32. Differentiable.
+    The whole `[B, H, S, S]` score matrix is built in fp32. Differentiable. Keys where `real_S` is False are left out.
 
     Raises:
         ValueError: if the score matrix would be larger than `MAX_SCORE_BYTES`.
@@ -38,5 +54,7 @@ def masked_attention(
         raise ValueError(problem)
     q_BHSD, k_BHSD, v_BHSD = (x_BSHD.transpose(1, 2).float() for x_BSHD in (query, key, value))
     kept_BHSS = kept_BHNN.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+    if real_S is not None:
+        kept_BHSS = kept_BHSS & real_S
     scores_BHSS = (q_BHSD @ k_BHSD.transpose(-2, -1) * softmax_scale).masked_fill(~kept_BHSS, float("-inf"))
     return (scores_BHSS.softmax(-1) @ v_BHSD).transpose(1, 2).to(query.dtype)

@@ -178,11 +178,10 @@ def _broken_rules(preset: Preset) -> Iterator[str]:
 
 
 def _broken_size_rules(preset: Preset) -> Iterator[str]:
-    # The VAE halves three times and a patch is 2x2; NABLA's blocks are 8x8 patches.
-    multiple = 128 if preset.attention == "nabla" else 16
+    multiple = 16  # the VAE halves three times and a patch is 2x2
     for height, width in dict.fromkeys(((preset.height, preset.width), *preset.sizes)):
         if any(side % multiple or not 0 < side <= _MAX_PIXELS for side in (height, width)):
-            rule = f"multiples of {multiple}, at most {_MAX_PIXELS}, with {preset.attention} attention"
+            rule = f"multiples of {multiple}, at most {_MAX_PIXELS}"
             yield f"height and width must be {rule}, got {height}x{width}"
     if (preset.height, preset.width) not in preset.sizes:
         yield f"height and width must be one of sizes {preset.sizes}, got {(preset.height, preset.width)}"

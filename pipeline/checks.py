@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 MAX_POSITIONS = 128
 """Positions per axis that the published models know: 509 frames, 2048 pixels (checkpoints.md)."""
 
-NABLA_TILE = 8
-"""Side of a NABLA tile in tokens."""
-
 DEFAULT_NABLA_P = 0.9
 """What most published checkpoints were trained with (checkpoints.md)."""
 
@@ -81,27 +78,27 @@ class Geometry:
         spatial_ratio: pixels per latent, along height and width.
         temporal_ratio: frames per latent frame; the first frame has a latent of its own.
         patch_size: latents per token along t, h, w.
-        tiled: NABLA needs whole 8x8-token tiles.
+        nabla: attention is NABLA, which has a P.
     """
 
     spatial_ratio: int = 8
     temporal_ratio: int = 4
     patch_size: tuple[int, int, int] = (1, 2, 2)
-    tiled: bool = False
+    nabla: bool = False
 
     @classmethod
-    def from_configs(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any], tiled: bool) -> Geometry:
+    def from_configs(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any], nabla: bool) -> Geometry:
         """Return the geometry that a checkpoint's configs describe; what they leave out is as published."""
         return cls(
             vae.get("spatial_compression_ratio", cls.spatial_ratio),
             vae.get("temporal_compression_ratio", cls.temporal_ratio),
             tuple(transformer.get("patch_size", cls.patch_size)),
-            tiled,
+            nabla,
         )
 
     def pixel_step(self, axis: int) -> int:
         """Return what the height (axis 1) or width (axis 2) must be a multiple of, in pixels."""
-        return self.spatial_ratio * self.patch_size[axis] * (NABLA_TILE if self.tiled else 1)
+        return self.spatial_ratio * self.patch_size[axis]
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ class Settings:
         """Return the settings of a run: what is given and not None, and the preset's values for the rest."""
         given = {name: value for name, value in given.items() if value is not None}
         defaults = {field.name: getattr(preset, field.name) for field in fields(cls) if hasattr(preset, field.name)}
-        if not geometry.tiled:
+        if not geometry.nabla:
             defaults["nabla_P"] = None
         elif defaults["nabla_P"] is None:  # NABLA chosen for a checkpoint whose preset is dense
             defaults["nabla_P"] = DEFAULT_NABLA_P
@@ -155,7 +152,7 @@ class Settings:
         factors = self.scale_factor if isinstance(self.scale_factor, (tuple, list)) else ()
         if len(factors) != 3 or not all(_is_number(factor) and factor > 0 for factor in factors):
             found.append(f"scale factor {self.scale_factor!r}: must be three numbers above 0, for t, h, w")
-        if self.nabla_P is not None and not geometry.tiled:
+        if self.nabla_P is not None and not geometry.nabla:
             found.append(f"NABLA P {self.nabla_P!r}: attention is dense here and keeps everything; leave P out")
         elif self.nabla_P is not None and not (_is_number(self.nabla_P) and 0 < self.nabla_P <= 1):
             found.append(f"NABLA P {self.nabla_P!r}: the kept mass must be a number above 0 and at most 1")
@@ -186,14 +183,13 @@ def frames_of_duration(geometry: Geometry, seconds: float, fps: float) -> int:
 
 
 def _size_problems(geometry: Geometry, height: int, width: int) -> Iterator[str]:
-    why = f" with NABLA attention ({NABLA_TILE}x{NABLA_TILE}-token tiles)" if geometry.tiled else ""
     for name, size, axis in (("height", height, 1), ("width", width, 2)):
         step, most = geometry.pixel_step(axis), MAX_POSITIONS * geometry.spatial_ratio * geometry.patch_size[axis]
         if not _is_whole(size):
             yield f"{name} {size!r}: must be a whole number of pixels"
         elif size % step or not step <= size <= most:
             nearest = " or ".join(map(str, nearest_multiples(size, step, step, most)))
-            yield f"{name} {size}: must be a multiple of {step} from {step} to {most}{why}; nearest: {nearest}"
+            yield f"{name} {size}: must be a multiple of {step} from {step} to {most}; nearest: {nearest}"
 
 
 def _frame_problems(geometry: Geometry, num_frames: int) -> Iterator[str]:

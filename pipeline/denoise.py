@@ -6,6 +6,7 @@ Legend: B videos, T/H/W latent frames, rows and columns, C channels.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from ..attention import (
     NablaAttentionMetadataBuilder,
     sta_mask,
 )
-from ..attention.order import TILE
+from ..attention.order import tile_grid
 from .latents import require_finite
 from .text import TextEmbeddings
 
@@ -139,9 +140,9 @@ def make_attention_metadata(
     head_size = sum(config["axes_dims"])
     heads = config["model_dim"] // head_size
     backend.require(num_heads=heads, head_size=head_size, visual_shape=(T, H, W), dtype=transformer.dtype)
-    grid = (T, H // TILE, W // TILE)
-    N = T * (H // TILE) * (W // TILE)
+    grid = tile_grid((T, H, W))
     if config["attention_add_sta"] is False:
+        N = math.prod(grid)
         window_NN = torch.zeros(N, N, dtype=torch.bool, device=device)
     else:
         window_NN = sta_mask(grid, _window(config), device)

@@ -124,7 +124,7 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
         Args:
             prompt: a text or several; or give `prompt_embeds`.
             negative_prompt: one for all, or one for each prompt; the authors' default if None.
-            height: pixels, a multiple of 16, with NABLA of 128; like `width` and `num_frames` it follows from
+            height: pixels, a multiple of 16; like `width` and `num_frames` it follows from
                 `latents` where those are given.
             width: pixels.
             num_frames: 4k + 1.
@@ -197,8 +197,8 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
     @property
     def geometry(self) -> Geometry:
         """How pixels and frames become tokens in this checkpoint, with the attention backend chosen now."""
-        tiled = self.transformer.attention_backend.token_order == "blocks"
-        return Geometry.from_configs(self.vae.config, self.transformer.config, tiled)
+        nabla = self.transformer.attention_backend.token_order == "blocks"
+        return Geometry.from_configs(self.vae.config, self.transformer.config, nabla)
 
     def resolve_settings(self, **given: Any) -> Settings:
         """Return the numbers of a call (`Settings`): what is given and not None, else the checkpoint's.
@@ -209,7 +209,7 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
         geometry, P = self.geometry, self.transformer.config["attention_P"]
         if given.get("shift") is None and self.scheduler is not None:
             given["shift"] = self.scheduler.config["shift"]
-        if given.get("nabla_P") is None and geometry.tiled and P is not None:
+        if given.get("nabla_P") is None and geometry.nabla and P is not None:
             given["nabla_P"] = P
         return Settings.from_preset(self.defaults, geometry, **given)
 

@@ -19,6 +19,17 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HOME=_hf_home
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--soak` runs the tests that take the fixture `soak` a hundred times as long (`make soak`)."""
+    parser.addoption("--soak", action="store_true", help="run the long versions of the tests that have one")
+
+
+@pytest.fixture(scope="session")
+def soak(request: pytest.FixtureRequest) -> int:
+    """How many times a test that can go on is to repeat itself."""
+    return 100 if request.config.getoption("--soak") else 1
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects GPU tests without a GPU: a skip would hide among the skips that mean a defect."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

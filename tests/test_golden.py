@@ -7,10 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kandinsky5_nabla.attention import NablaAttentionMetadata, nabla_mask, sta_mask
-from kandinsky5_nabla.attention.mask import block_map
-from kandinsky5_nabla.attention.nabla import NablaReferenceImpl
+from kandinsky5_nabla.attention import NablaAttentionMetadata, get_attention_backend, nabla_mask, sta_mask
 from kandinsky5_nabla.attention.order import block_order
+from kandinsky5_nabla.attention.selection import block_map
 from kandinsky5_nabla.models.transformer import Kandinsky5Transformer
 from kandinsky5_nabla.pipeline.denoise import Guidance, denoise, make_attention_metadata
 from kandinsky5_nabla.pipeline.schedule import make_sigmas
@@ -87,17 +86,19 @@ def test_dense_attention_fails_every_nabla_case_of_the_transformer(name, dit_ten
     assert (out - dit_tensors[f"out.{name}"]).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("backend", ["NABLA_ATTN", "NABLA_REFERENCE"])
 @pytest.mark.parametrize("name", NABLA_CASES)
-def test_each_layer_keeps_the_official_blocks(name, dit_tensors, monkeypatch):
+def test_each_layer_keeps_the_official_blocks(name, backend, dit_tensors, monkeypatch):
     kept = []
-    attend = NablaReferenceImpl.attend
 
-    def record(self, query, key, value, kept_BHNN):
-        kept.append(kept_BHNN[0])
-        return attend(self, query, key, value, kept_BHNN)
+    def record(self, query, key, value, lists, real_S):
+        kept.append(lists.kept[0].clone())
+        return attend(self, query, key, value, lists, real_S)
 
-    monkeypatch.setattr(NablaReferenceImpl, "attend", record)
-    run_case(load_tiny("NABLA_REFERENCE"), dit_tensors, name)
+    impl = get_attention_backend(backend).get_impl_cls()
+    attend = impl.attend
+    monkeypatch.setattr(impl, "attend", record)
+    run_case(load_tiny(backend), dit_tensors, name)
     assert len(kept) == 2
     for layer, kept_HNN in enumerate(kept):
         assert torch.equal(kept_HNN, dit_tensors[f"mask.{name}.layer{layer}"].bool())

