@@ -14,9 +14,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from kandinsky5_nabla.scripts._demo_scenes import (
@@ -32,10 +32,9 @@ from kandinsky5_nabla.scripts.make_demo_checkpoint import DEFAULT_OUTPUT, SHAPES
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
-    from kandinsky5_nabla.models.transformer import Kandinsky5Transformer
     from kandinsky5_nabla.pipeline import Kandinsky5NablaPipeline
+    from kandinsky5_nabla.pipeline.attention_report import AttentionRecord
 
 GROUPS = {"trained": 0.5, "held-out combinations": 0.25, "held-out phrasings": 0.25}  # share of the clips
 PROPERTIES = ("colour", "direction", "background", "shape", "motion", "single", "all")
@@ -100,33 +99,9 @@ def make_clips(pipe: Kandinsky5NablaPipeline, tasks: Sequence[Task], **settings:
         print(f"{first + len(batch)}/{len(tasks)} clips", file=sys.stderr)
 
 
-@contextmanager
-def recorded_density(transformer: Kandinsky5Transformer) -> Iterator[list[float]]:
-    """Record the share of blocks that NABLA keeps, one number per layer and model call; none with other backends."""
-    from kandinsky5_nabla.attention import NablaAttentionImpl
-
-    densities: list[float] = []
-
-    def record(impl: NablaAttentionImpl) -> None:
-        attend = impl.attend
-
-        def attend_and_record(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept_BHNN: torch.Tensor
-        ) -> torch.Tensor:
-            densities.append(kept_BHNN.float().mean().item())
-            return attend(query, key, value, kept_BHNN)
-
-        impl.attend = attend_and_record
-
-    impls = [block.self_attention.impl for block in transformer.visual_transformer_blocks]
-    nabla = [impl for impl in impls if isinstance(impl, NablaAttentionImpl)]
-    for impl in nabla:
-        record(impl)
-    try:
-        yield densities
-    finally:
-        for impl in nabla:
-            del impl.attend
+def mean_density(records: Sequence[AttentionRecord]) -> float | None:
+    """Return the share of blocks that NABLA keeps, the mean over layers and model calls; None with other backends."""
+    return fmean(record.density for record in records) if records else None
 
 
 def load(options: argparse.Namespace) -> Kandinsky5NablaPipeline:
@@ -157,11 +132,12 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def evaluate(pipe: Kandinsky5NablaPipeline, options: argparse.Namespace) -> dict[str, Any]:
     """Make and judge the grid; return a report in plain values."""
+    from kandinsky5_nabla.pipeline.attention_report import recorded_attention
     from kandinsky5_nabla.scripts._demo_score import judge, look
 
     tasks, start = make_grid(options.clips), time.perf_counter()
     clips = []
-    with recorded_density(pipe.transformer) as densities:
+    with recorded_attention(pipe.transformer) as records:
         for task, frames in zip(tasks, make_clips(pipe, tasks, **settings_of(options)), strict=True):
             seen = look(frames)
             clips.append(asdict(task) | {"seen": asdict(seen), "right": judge(seen, task.words)})
@@ -169,7 +145,7 @@ def evaluate(pipe: Kandinsky5NablaPipeline, options: argparse.Namespace) -> dict
         "attention": pipe.transformer.attention_backend.get_name(),
         "dtype": options.dtype,
         "given": settings_of(options),
-        "density": sum(densities) / len(densities) if densities else None,
+        "density": mean_density(records),
         "seconds_per_clip": (time.perf_counter() - start) / len(tasks),
         "scores": {group: score([clip for clip in clips if clip["group"] == group]) for group in GROUPS}
         | {"all clips": score(clips)},

@@ -1,6 +1,6 @@
-"""Write the demo checkpoint: every part of a published one at toy width, with random weights.
+"""Write an untrained demo checkpoint: every part of a published one at toy width, with random weights.
 
-Run `python scripts/make_demo_checkpoint.py`; the same versions of the libraries write the same bytes.
+The same versions of the libraries write the same bytes. `train_demo.py` trains the VAE and the transformer.
 """
 
 import argparse
@@ -132,8 +132,8 @@ pipeline_tag: text-to-video
 A test piece, not Kandinsky: every part of a published Kandinsky 5 checkpoint with the same classes and file names,
 at toy width. It lets the whole pipeline run in seconds on a CPU and without a download.
 
-**Its weights are random for now, so its pictures are noise.** The tokenizers were trained on captions of simple
-moving shapes.
+**Its weights are random, so its pictures are noise**: `scripts/train_demo.py` trains them. The tokenizers were trained
+on captions of simple moving shapes.
 
 `scripts/make_demo_checkpoint.py` writes this folder. Apache-2.0, like the rest of the repository.
 """
@@ -356,7 +356,7 @@ def write_checkpoint(output: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, write the checkpoint and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder to write (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the files of an existing checkpoint")
     options = parser.parse_args(arguments)
     if (options.output / "model_index.json").exists() and not options.overwrite:

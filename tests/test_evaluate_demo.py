@@ -10,6 +10,7 @@ import torch
 
 from kandinsky5_nabla.attention import NablaAttentionMetadataBuilder, sta_mask
 from kandinsky5_nabla.models.transformer import Kandinsky5Transformer
+from kandinsky5_nabla.pipeline.attention_report import recorded_attention
 from kandinsky5_nabla.scripts._demo_disturb import BLOBS, DISTURBANCES, SIDE, add_ghost, draw_shape
 from kandinsky5_nabla.scripts._demo_scenes import (
     HELD_OUT_PHRASINGS,
@@ -22,7 +23,7 @@ from kandinsky5_nabla.scripts._demo_scenes import (
     render,
 )
 from kandinsky5_nabla.scripts._demo_score import judge, largest_region, look
-from kandinsky5_nabla.scripts.evaluate_demo import make_grid, recorded_density, score, shape_scores, to_markdown
+from kandinsky5_nabla.scripts.evaluate_demo import make_grid, mean_density, score, shape_scores, to_markdown
 from kandinsky5_nabla.scripts.make_demo_checkpoint import MOTIONS, SHAPES, TRANSFORMER_CONFIG
 
 SCENE = Scene(Words("square", "red", "moving left", "white", "small", "slowly"), 0.5, 0.5)
@@ -142,20 +143,16 @@ def test_the_table_has_a_row_per_group_and_the_shapes_apart():
 
 
 @torch.no_grad()
-def test_the_recorded_density_is_that_of_the_masks_and_recording_ends():
+def test_the_density_is_the_mean_over_layers_and_calls_and_there_is_none_of_dense_attention():
     torch.manual_seed(0)
     transformer = Kandinsky5Transformer(**TRANSFORMER_CONFIG | {"num_visual_blocks": 2})
     transformer.set_attention_backend("NABLA_REFERENCE")
     inputs = torch.randn(1, 2, 16, 32, 17), torch.randn(1, 3, 64), torch.randn(1, 64), torch.tensor([500.0])
     window = sta_mask((2, 1, 2), (1, 1, 1))
-
-    def densities(P: float) -> list[float]:
-        metadata = NablaAttentionMetadataBuilder().build(0, window, P, (2, 8, 16))
-        with recorded_density(transformer) as recorded:
-            transformer(*inputs, attn_metadata=metadata)
-        transformer(*inputs, attn_metadata=metadata)
-        return recorded
-
-    assert densities(1.0) == [1.0, 1.0]
-    assert len(densities(0.3)) == 2
-    assert max(densities(0.3)) < 1
+    with recorded_attention(transformer) as records:
+        for P in (1.0, 0.3):
+            transformer(*inputs, attn_metadata=NablaAttentionMetadataBuilder().build(0, window, P, (2, 8, 16)))
+    assert mean_density(records[:2]) == 1
+    assert mean_density(records[2:]) < 1
+    assert mean_density(records) == pytest.approx((1 + mean_density(records[2:])) / 2)
+    assert mean_density([]) is None

@@ -22,17 +22,20 @@ from safetensors.torch import load_file, save_file
 
 from kandinsky5_nabla.configs import load_preset
 from kandinsky5_nabla.pipeline import Kandinsky5NablaPipeline
+from kandinsky5_nabla.pipeline.attention_report import recorded_attention, report_of
 from kandinsky5_nabla.pipeline.export import VideoInfo, export_video, read_video
 from kandinsky5_nabla.pipeline.latents import load_latents
 from kandinsky5_nabla.scripts import generate
 
 DEMO = load_preset("demo").local_folder
+KERNEL = "block-sparse attention over 256 tokens"
 SMALL = ["--config", "demo", "--height", "128", "--width", "256", "--num-frames", "5", "--steps", "2"]
 RED_CAT = ["--prompt", "a red cat", "--seed", "7", "--output", "cat.mp4"]
 # Half a second a run: the kernel, which is compiled, has its tests above and elsewhere.
 QUICK = [*SMALL, "--width", "128", "--num-frames", "1", "--attention", "NABLA_REFERENCE", "--device", "cpu"]
 CAT = ["--prompt", "a cat", "--seed", "5", "--output", "cat.mp4"]
 LATENTS = "cat.latents.safetensors"
+SECONDS = re.compile(r"\d+\.\d s")
 STAGES = ["load", "text", "denoise", "decode", "export"]
 
 
@@ -65,6 +68,7 @@ def here(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     monkeypatch.setattr(logging.getLogger("kandinsky5_nabla"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("kandinsky5_nabla.attention"), "level", logging.NOTSET)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model is not faster on more, and much slower where others use them
     levels = [(library, library.get_verbosity()) for library in (diffusers_logging, transformers_logging)]
@@ -107,10 +111,12 @@ def test_the_last_line_names_file_size_seed_and_seconds_per_stage(first_run):
 
 def test_the_stages_are_announced_and_the_libraries_are_silent(first_run):
     _, done = first_run
-    assert done.stderr.splitlines() == [
+    assert SECONDS.sub("S s", done.stderr).splitlines() == [
         f"loading {DEMO} ...",
         "encoding the text ...",
         "denoising in 2 steps, seed 7 ...",
+        f"compiling {KERNEL} for cpu (later runs find it in the compiler's cache) ...",
+        f"{KERNEL} is compiled (S s)",
         "decoding ...",
         "writing cat.mp4 ...",
     ]
@@ -123,7 +129,7 @@ def test_a_second_process_makes_the_same_bytes_and_describes_them_in_json(first_
     content = (tmp_path / "cat.mp4").read_bytes()
     assert content == (folder / "cat.mp4").read_bytes()
     assert b'"seed": 7' in content  # what made a video is recorded in it
-    assert done.stderr == first.stderr
+    assert SECONDS.sub("S s", done.stderr) == SECONDS.sub("S s", first.stderr)
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
     [video] = result.pop("videos")
@@ -172,6 +178,32 @@ def test_each_of_several_videos_equals_its_own_single_run(here, tmp_path):
     for video in videos:
         here("--prompt", video["prompt"], "--seed", str(video["seed"]), "--output", "single.mp4", "--overwrite")
         assert (tmp_path / "single.mp4").read_bytes() == (tmp_path / video["file"]).read_bytes()
+
+
+def without_seconds(report):
+    """The report without what differs from run to run."""
+    entries = [report["totals"], *report["layers"], *report["steps_of_layers"]]
+    return [{name: value for name, value in entry.items() if not name.startswith("seconds")} for entry in entries]
+
+
+def test_a_report_says_what_the_attention_did_in_each_video_and_changes_no_byte_of_it(here, tmp_path):
+    request = ["--prompt", "a cat", "--num-videos", "2", "--seed", "3", "--width", "256", "--nabla-p", "0.01"]
+    code, out, err = here(*request, "--report", "report.json", "--json")
+    assert (code, json.loads(out)["report"]) == (0, "report.json"), err
+    videos = json.loads((tmp_path / "report.json").read_text())
+    reports = [video.pop("report") for video in videos]
+    assert videos == [{"file": f"a-cat-{seed}.mp4", "seed": seed, "prompt": "a cat"} for seed in (3, 4)]
+    pipe = Kandinsky5NablaPipeline.from_pretrained(DEMO)
+    pipe.transformer.set_attention_backend("NABLA_REFERENCE")
+    for seed, report in zip((3, 4), reports, strict=True):
+        size = {"height": 128, "width": 256, "num_frames": 1, "num_inference_steps": 2, "nabla_P": 0.01}
+        with recorded_attention(pipe.transformer) as records:
+            pipe("a cat", **size, seed=seed, output_type="latent")
+        assert without_seconds(report) == without_seconds(report_of(records))
+        assert report["totals"]["density"] < 1
+    with_report = [(tmp_path / video["file"]).read_bytes() for video in videos]
+    assert here(*request, "--overwrite")[0] == 0
+    assert [(tmp_path / video["file"]).read_bytes() for video in videos] == with_report
 
 
 def test_every_number_of_the_request_reaches_the_video(here, tmp_path):

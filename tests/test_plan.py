@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("folder", "folder.mp4", "full.latents.safetensors"):
         (tmp_path / name).mkdir()
-    for name in ("taken.mp4", "left.latents.safetensors", "many-2.mp4"):
+    for name in ("taken.mp4", "taken.json", "left.latents.safetensors", "many-2.mp4"):
         (tmp_path / name).write_text("precious")
     (tmp_path / "odd.yaml").write_text("name: [")
     return tmp_path
@@ -95,12 +95,11 @@ ONE_PROBLEM = {
     "--model folder": "model folder folder: model_index.json, transformer/config.json, vae/config.json",
     "--model taken.mp4": "model 'taken.mp4': there is no such folder",
     "--model lite.safetensors": "model lite.safetensors: a single file is not supported",
-    "--height 500": "height 500: must be a multiple of 128 from 128 to 2048 with NABLA attention (8x8-token tiles); "
-    "nearest: 384 or 512",
-    "--height 0": "height 0: must be a multiple of 128",
-    "--height -128": "height -128: must be a multiple of 128",
-    "--height 2176": "height 2176: must be a multiple of 128 from 128 to 2048",
-    "--width 100": "width 100: must be a multiple of 128",
+    "--height 500": "height 500: must be a multiple of 16 from 16 to 2048; nearest: 496 or 512",
+    "--height 0": "height 0: must be a multiple of 16",
+    "--height -128": "height -128: must be a multiple of 16",
+    "--height 2176": "height 2176: must be a multiple of 16 from 16 to 2048",
+    "--width 100": "width 100: must be a multiple of 16",
     "--height 500 --attention SDPA": "height 500: must be a multiple of 16 from 16 to 2048; nearest: 496 or 512",
     "--num-frames 7": "number of frames 7: must be 4k + 1, from 1 to 509; nearest: 5 or 9",
     "--num-frames 0": "number of frames 0: must be 4k + 1",
@@ -155,6 +154,11 @@ ONE_PROBLEM = {
     "--output full.mp4 --overwrite": "output full.latents.safetensors: is a folder",
     "--output many.mp4 --num-videos 2": "output many-2.mp4: exists",
     f"--output {'x' * 240}.mp4": f"output {'x' * 240}.latents.safetensors: File name too long",
+    "--report taken.json": "report taken.json: exists; choose another name or add --overwrite",
+    "--report folder --overwrite": "report folder: is a folder; name a file in it, such as folder/report.json",
+    "--report cat.txt": "report cat.txt: must be a name that ends in .json",
+    "--report missing/cat.json": "report folder missing: does not exist; create it first",
+    "--report cat.json --attention SDPA": "--report: attention is dense here and keeps every block",
     "--dtype int8": "argument --dtype: invalid choice: 'int8'",
     "--offload disk": "argument --offload: invalid choice: 'disk'",
     "--height tall": "argument --height: invalid int value: 'tall'",
@@ -258,6 +262,12 @@ def test_a_good_output_name_is_used_as_it_is(plan_of, name):
     assert [output["file"] for output in plan["outputs"]] == [name]
 
 
+@pytest.mark.parametrize("name", ["cat.json", "cat.JSON", "folder/cat.json", "taken.json"])
+def test_a_good_name_of_a_report_is_planned_and_nothing_is_written(plan_of, name):
+    assert plan_of("--prompt", "a cat", "--report", name, "--overwrite")["report"] == name
+    assert "report" not in plan_of("--prompt", "a cat")
+
+
 def test_a_dry_run_prints_the_same_plan_as_text(folder, plan_of, checkpoint, capsys):
     argv = ("--prompt", "a cat", "--seed", "5", "--steps", "3")
     plan = plan_of(*argv)
@@ -326,8 +336,7 @@ def test_a_seed_that_is_not_given_is_drawn_anew(plan_of):
 
 
 def test_the_plain_checks_know_the_models_constants():
-    from kandinsky5_nabla.attention.order import TILE
     from kandinsky5_nabla.models.rope import MAX_POSITIONS
     from kandinsky5_nabla.pipeline import checks
 
-    assert (checks.NABLA_TILE, checks.MAX_POSITIONS) == (TILE, MAX_POSITIONS)
+    assert checks.MAX_POSITIONS == MAX_POSITIONS

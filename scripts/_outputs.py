@@ -1,0 +1,92 @@
+"""The files that a command line writes: their names, and why one cannot be written, found before anything runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kandinsky5_nabla.pipeline.files import complete_file
+
+MAX_STEM_BYTES = 70
+"""With the seed, a number and .mp4 a name stays below 100 bytes."""
+LATENTS_SUFFIX = ".latents.safetensors"
+
+
+def safe_name(prompt: str) -> str:
+    """Return a file name's stem from a prompt: letters, digits and dashes, at most 70 bytes, never empty."""
+    folded = unicodedata.normalize("NFC", prompt).lower()
+    words = re.sub(r"[^\w]+", "-", folded).strip("-_")
+    return words.encode()[:MAX_STEM_BYTES].decode(errors="ignore").strip("-_") or "video"
+
+
+def free_names(names: list[Path], is_taken: Callable[[Path], bool]) -> list[Path]:
+    """Return the names, numbered where one is taken already, on disk or in this run."""
+    free: dict[Path, None] = {}  # in order, and quick to look up
+    for name in names:
+        candidate, number = name, 1
+        while candidate in free or is_taken(candidate):
+            number += 1
+            candidate = name.with_stem(f"{name.stem}-{number}")
+        free[candidate] = None
+    return list(free)
+
+
+def file_problems(kind: str, path: Path, example: str) -> list[str]:
+    """Return why no file can be written to `path`, whatever exists in its folder; its suffix must be the example's."""
+    suffix, problems = Path(example).suffix, []
+    if os.path.isdir(path):
+        problems.append(f"{kind} {path}: is a folder; name a file in it, such as {path / example}")
+    elif path.suffix.lower() != suffix:
+        problems.append(f"{kind} {path}: must be a name that ends in {suffix}")
+    return problems + folder_problems(kind, path.parent)
+
+
+def folder_problems(kind: str, folder: Path) -> list[str]:
+    """Return why no file can be written in a folder."""
+    if not os.path.isdir(folder):
+        return [f"{kind} folder {folder}: does not exist; create it first"]
+    reason = _why_not_writable(folder)
+    return [] if reason is None else [f"{kind} folder {folder}: cannot be written to ({reason})"]
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Try it: permissions alone do not tell, of a full or a special file system for example."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror
+
+
+def taken(kind: str, paths: Iterable[Path], overwrite: bool) -> Iterator[str]:
+    """Yield a sentence for each file that would replace another, or whose name the system refuses."""
+    for path in paths:
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # such as a name that is too long
+            yield f"{kind} {path}: {error.strerror}"
+            continue
+        if path.is_dir():
+            yield f"{kind} {path}: is a folder; name another file"
+        elif not overwrite:
+            kept = " (latents of a run that did not finish)" if path.name.endswith(LATENTS_SUFFIX) else ""
+            yield f"{kind} {path}: exists{kept}; choose another name or add --overwrite"
+
+
+def named_file_problems(kind: str, path: Path, example: str, overwrite: bool) -> list[str]:
+    """Return why no file can be written under the name that a user gave."""
+    return file_problems(kind, path, example) or list(taken(kind, [path], overwrite))
+
+
+def write_json(path: Path, content: Any, *, overwrite: bool) -> None:
+    """Write a JSON file that appears when it is complete; errors as those of `complete_file`."""
+    with complete_file(path, overwrite=overwrite) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
