@@ -11,7 +11,7 @@ DEV := .venv/.dev-installed
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format clean
+.PHONY: help demo test soak lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ demo: $(RUNTIME) ## make a video and its contact sheet with the model inside
 
 test: $(DEV) ## run the tests
 	$(BIN)/pytest
+
+soak: $(DEV) ## run the long versions of the tests that have one
+	$(BIN)/pytest --soak -s tests/test_selection.py
 
 lint: $(DEV) ## check style and types
 	$(BIN)/ruff check

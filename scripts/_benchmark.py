@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -37,7 +36,7 @@ def synchronise(device: str) -> None:
 
 
 def peak_above_inputs(function: Callable[[], object], device: str) -> float:
-    """Return the GB that a call takes beyond what is allocated before it; once a process, on a CPU."""
+    """Return the GB that a call takes beyond what is in memory before it, on Linux or CUDA."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -45,17 +44,16 @@ def peak_above_inputs(function: Callable[[], object], device: str) -> float:
         function()
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / 1e9
-    before = _resident_kilobytes()
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far, which making the inputs has set, is forgotten
     function()
-    return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6
+    return (_status("VmHWM") - before) * 1024 / 1e9
 
 
-def _resident_kilobytes() -> int:
-    """Return what is in memory now; the peak so far where the system does not say."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    found = [int(line.split()[1]) for line in lines if line.startswith("VmRSS")]
-    return found[0] if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def _status(name: str) -> int:
+    """Return the kB that Linux reports of this process: VmRSS is what is in memory now, VmHWM the highest so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def in_fresh_process(script: str, arguments: Sequence[str]) -> float:

@@ -20,14 +20,14 @@ LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--soak` runs the tests that take the fixture `soak` a hundred times as long (`make soak`)."""
+    """`--soak` lets the tests that take the fixture `soak` go on for longer (`make soak`)."""
     parser.addoption("--soak", action="store_true", help="run the long versions of the tests that have one")
 
 
 @pytest.fixture(scope="session")
 def soak(request: pytest.FixtureRequest) -> int:
     """How many times a test that can go on is to repeat itself."""
-    return 100 if request.config.getoption("--soak") else 1
+    return 15 if request.config.getoption("--soak") else 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

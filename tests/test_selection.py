@@ -15,7 +15,7 @@ from kandinsky5_nabla.attention.selection import block_map, block_means, select_
 
 EITHER_SIDE = 1e-5  # blocks whose running sum is this near to 1 - P may fall on either side: fp32 sums, other orders
 SHARES = (0.3, 0.5, 0.7, 0.9, 0.99)
-ROWS = 64  # of each kind, in the suite; `make soak` takes 100 times as many
+ROWS = 64  # of each kind, in the suite; `make soak` takes more
 
 
 def random_rows(rows, N, generator):
