@@ -55,14 +55,20 @@ KINDS = [random_rows, correlated_rows, flat_rows, one_hot_rows, dyadic_rows, sub
 
 
 def sorted_rule(map_RN, P):
-    """The oracle's kept set, and the entries that may fall on either side: near the threshold, or tied there."""
+    """The oracle's kept set, and the entries that may fall on either side: near the threshold, or tied there.
+
+    An entry is kept where the larger ones hold no more than P. Those that tie are kept together here, and one by
+    one by the sort; so a value is near the threshold if the sum of the larger ones is.
+    """
     ascending, order = map_RN.sort(-1)
     kept = ascending.cumsum(-1) >= 1 - P
     kept[:, -1] = True
-    near = (ascending.double().cumsum(-1) - (1 - P)).abs() < EITHER_SIDE
-    last = ascending.masked_fill(~kept, 2.0).amin(-1, keepdim=True)  # the smallest value that is kept
+    sums = ascending.double().cumsum(-1)
+    larger = sums[:, -1:] - sums.gather(-1, torch.searchsorted(ascending, ascending, right=True) - 1)
+    near = (larger - P).abs() < EITHER_SIDE
+    smallest = ascending.masked_fill(~kept, 2.0).amin(-1, keepdim=True)
     back = torch.zeros_like(kept)
-    return back.scatter(-1, order, kept), back.scatter(-1, order, near) | (map_RN == last)
+    return back.scatter(-1, order, kept), back.scatter(-1, order, near) | (map_RN == smallest)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
