@@ -5,13 +5,18 @@ Legend: B batch, H heads, S tokens, D head dim, N = S / 64 blocks, R rows of the
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from .compiling import run_compiled, why_not_compiled
+from .compiling import CannotCompile, run_compiled, why_not_compiled
 from .lists import BlockLists, Workspace, edge_blocks, rows_at_once
 from .order import BLOCK
+
+logger = logging.getLogger(__name__)
 
 BITS_OF_TWO = 0x40000000
 """The bit pattern of 2.0, above every share. Non-negative floats are in the order of their bit patterns."""
@@ -96,13 +101,10 @@ def _empty_lists(query: torch.Tensor, real_S: torch.Tensor | None) -> BlockLists
 
 def block_means(x_BSHD: torch.Tensor, real_S: torch.Tensor | None = None) -> torch.Tensor:
     """Return the mean over the real tokens of each block, fp32 `[B, H, N, D]` (a view of `[B, N, H, D]`)."""
-    if real_S is not None:
-        real_N64 = real_S.unflatten(0, (-1, BLOCK))
-        sums = x_BSHD.unflatten(1, (-1, BLOCK)).mul(real_N64[..., None, None]).sum(2, dtype=torch.float32)
-        return (sums / real_N64.sum(1)[:, None, None]).transpose(1, 2)
-    if x_BSHD.numel() >= WORTH_COMPILING and why_not_compiled(x_BSHD.device.type) is None:
-        return run_compiled(_mean_of_blocks, "the means of blocks", x_BSHD, dynamic=True).transpose(1, 2)
-    return _mean_of_blocks(x_BSHD).transpose(1, 2)
+    compiled = x_BSHD.numel() >= WORTH_COMPILING
+    if real_S is None:
+        return _run(compiled, _mean_of_blocks, x_BSHD).transpose(1, 2)
+    return _run(compiled, _mean_of_real_tokens, x_BSHD, real_S).transpose(1, 2)
 
 
 def block_map(query: torch.Tensor, key: torch.Tensor, real_S: torch.Tensor | None = None) -> torch.Tensor:
@@ -132,7 +134,7 @@ def _keep(
     B, H, N, _ = kept_BHNN.shape
     rows = rows_at_once(N, kept_BHNN.device)
     heads = max(1, rows // N)
-    compiled = kept_BHNN.numel() >= WORTH_COMPILING and why_not_compiled(kept_BHNN.device.type) is None
+    compiled = kept_BHNN.numel() >= WORTH_COMPILING
     for b in range(B):
         for first in range(0, H, heads):
             some = slice(first, first + heads)
@@ -157,10 +159,7 @@ def smallest_kept(map_xRN: torch.Tensor, P: float, compiled: bool = False) -> to
         high_xR1 = torch.full_like(low_xR1, BITS_OF_TWO)
         mass = torch.full((), P, device=map_xRN.device)  # a tensor: another P is no other graph
         for _ in range(0, ROUNDS, ROUNDS_AT_ONCE):
-            state = map_xRN, low_xR1, high_xR1, mass
-            low_xR1, high_xR1 = (
-                run_compiled(_bisect, "NABLA's selection", *state, dynamic=True) if compiled else _bisect(*state)
-            )
+            low_xR1, high_xR1 = _run(compiled, _bisect, map_xRN, low_xR1, high_xR1, mass)
     return low_xR1.view(torch.float32)
 
 
@@ -179,3 +178,19 @@ def _bisect(
 
 def _mean_of_blocks(x_BSHD: torch.Tensor) -> torch.Tensor:
     return x_BSHD.unflatten(1, (-1, BLOCK)).mean(2, dtype=torch.float32)
+
+
+def _mean_of_real_tokens(x_BSHD: torch.Tensor, real_S: torch.Tensor) -> torch.Tensor:
+    real_N64 = real_S.unflatten(0, (-1, BLOCK))
+    sums_BNHD = (x_BSHD.unflatten(1, (-1, BLOCK)) * real_N64[..., None, None]).sum(2, dtype=torch.float32)
+    return sums_BNHD / real_N64.sum(1)[:, None, None]
+
+
+def _run(compiled: bool, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """Call a function, compiled where that is asked for and possible: it is the same function, only slower, without."""
+    if compiled and why_not_compiled(tensors[0].device.type) is None:
+        try:
+            return run_compiled(function, "NABLA's selection", *tensors, dynamic=True)
+        except CannotCompile as problem:
+            logger.warning("NABLA's selection runs uncompiled, and slower, since %s", problem)
+    return function(*tensors)

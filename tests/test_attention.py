@@ -213,6 +213,11 @@ def test_a_compiler_that_fails_is_reported_and_the_masked_reference_runs(tmp_pat
         from kandinsky5_nabla.attention.reference import masked_attention
         q, k, v = torch.randn(3, 1, 256, 2, 16)
         kept = torch.eye(4, dtype=torch.bool).expand(1, 2, 4, 4)
+        from kandinsky5_nabla.attention import nabla_mask, selection
+        from kandinsky5_nabla.attention.reference import kept_by_sorting
+        selection.WORTH_COMPILING = 1
+        window = torch.eye(4, dtype=torch.bool)
+        assert torch.equal(nabla_mask(q, k, window, 0.5), kept_by_sorting(q, k, window, 0.5))
         out = block_sparse_attention(q, k, v, BlockLists.of_map(kept), 0.25)
         assert torch.equal(out, masked_attention(q, k, v, kept, 0.25))
         """,

@@ -148,6 +148,11 @@ def test_a_large_map_is_selected_by_the_compiled_functions(monkeypatch):
     )
     assert torch.equal(select_blocks(q, k, window, 0.5).kept, expected)
     assert set(names) == {"_mean_of_blocks", "_bisect"}
+    real = real_tokens((1, 45, 64))  # 48 blocks
+    q, k = correlated_qkv(48)
+    expected = kept_by_sorting(q, k, torch.eye(48, dtype=torch.bool), 0.5, real)
+    assert torch.equal(select_blocks(q, k, torch.eye(48, dtype=torch.bool), 0.5, real).kept, expected)
+    assert "_mean_of_real_tokens" in names
 
 
 def lists_agree_with_map(counts, indices, chosen):
