@@ -25,10 +25,10 @@ def sta_mask(
     `window = (wT, wH, wW)`.
 
     Raises:
-        ValueError: if a size or a window is less than 1.
+        ValueError: if a size or a window is less than 1, or there are not three of each.
     """
-    if min(*grid, *window) < 1:
-        raise ValueError(f"grid {tuple(grid)} and window {tuple(window)} must be at least 1 on every axis")
+    if len(grid) != 3 or len(window) != 3 or not all(size >= 1 for size in (*grid, *window)):
+        raise ValueError(f"grid {grid} and window {window} must be three sizes each, at least 1 on every axis")
     near_t, near_y, near_x = (_near(size, width, device) for size, width in zip(grid, window, strict=True))
     seen = (
         near_t[:, None, None, :, None, None]

@@ -72,7 +72,8 @@ def heat_map(densities: Sequence[Sequence[float]], scale: tuple[float, float]) -
     if steps > MAX_STEPS:
         raise ValueError(f"{steps} steps leave no room for a cell; at most {MAX_STEPS} fit on {MAX_WIDTH} pixels")
     width = min(CELL_WIDTH, MAX_STEPS // steps)
-    image = Image.new("RGB", (LABEL + steps * width, layers * CELL_HEIGHT + 2 * LINE), "white")
+    wide = max(LABEL + steps * width, LEGEND_WIDTH + 2 * LABEL)  # the line below needs room too
+    image = Image.new("RGB", (wide, layers * CELL_HEIGHT + 2 * LINE), "white")
     draw = ImageDraw.Draw(image)
     for layer, row in enumerate(densities):
         y = layer * CELL_HEIGHT

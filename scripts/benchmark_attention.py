@@ -157,17 +157,30 @@ def peak_of(name: str, geometry: Geometry, dtype: torch.dtype) -> float:
     return peak_above_inputs(lambda: block_sparse_attention(q, k, v, lists, 1.0), "cpu")
 
 
+def positive(text: str) -> int:
+    """Return a whole number from 1, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: must be 1 or more")
+    return number
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="benchmark_attention.py", description=__doc__)
     add = parser.add_argument
     add("--tables", nargs="+", choices=("selection", "attention"), default=["selection", "attention"])
-    add("--blocks", type=int, nargs="+", help=f"of the table of selections: {', '.join(map(str, GEOMETRIES))}")
-    add("--tokens", type=int, default=16384, help="of the table of attention, a multiple of 64 (default: %(default)s)")
-    add("--heads", type=int, default=8, help="of the table of attention (default: %(default)s)")
-    add("--head-dim", type=int, default=64, help="of the table of attention (default: %(default)s)")
+    add("--blocks", type=positive, nargs="+", help=f"of the table of selections: {', '.join(map(str, GEOMETRIES))}")
+    add(
+        "--tokens",
+        type=positive,
+        default=16384,
+        help="of the table of attention, 64 times a number (%(default)s)",
+    )
+    add("--heads", type=positive, default=8, help="of the table of attention (default: %(default)s)")
+    add("--head-dim", type=positive, default=64, help="of the table of attention (default: %(default)s)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    add("--repeats", type=int, default=5, help="calls that count, after one that does not (default: %(default)s)")
+    add("--repeats", type=positive, default=5, help="calls that count, after one that does not (default: %(default)s)")
     add("--cuda", action="store_true", help="the tables for a GPU: all selections, attention as Lite and Pro have it")
     add("--peak-of", choices=("ours", "diffusers", "attention"), help=argparse.SUPPRESS)
     return parser

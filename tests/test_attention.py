@@ -267,7 +267,10 @@ def test_the_window_mask_is_its_definition(grid, window):
     assert sta_mask(grid, window).tolist() == expected
 
 
-@pytest.mark.parametrize(("grid", "window"), [((0, 1, 1), (1, 1, 1)), ((1, 1, 1), (1, 0, 1))])
+@pytest.mark.parametrize(
+    ("grid", "window"),
+    [((0, 1, 1), (1, 1, 1)), ((1, 1, 1), (1, 0, 1)), ((2, 2), (3, 3, 3)), ((2, 2, 2), (float("nan"), 3, 3))],
+)
 def test_an_empty_grid_or_window_is_refused(grid, window):
     with pytest.raises(ValueError, match="at least 1"):
         sta_mask(grid, window)
