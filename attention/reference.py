@@ -27,10 +27,15 @@ def kept_by_sorting(
     query: torch.Tensor, key: torch.Tensor, sta_mask: torch.Tensor, P: float, real_S: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the kept blocks, bool `[B, H, N, N]`, as numerics.md describes them; arguments as for `select_blocks`."""
-    ascending, order = block_map(query, key, real_S).sort(dim=-1)
+    return largest_by_sorting(block_map(query, key, real_S), P) | sta_mask
+
+
+def largest_by_sorting(map_xN: torch.Tensor, P: float) -> torch.Tensor:
+    """Return the largest entries of each row that together hold the mass P, bool `[..., N]`; of ties, some."""
+    ascending, order = map_xN.sort(dim=-1)
     kept = ascending.cumsum_(-1) >= 1 - P
     kept[..., -1] = True  # rounding may leave even the full sum below 1 - P
-    return torch.zeros_like(kept).scatter_(-1, order, kept) | sta_mask
+    return torch.zeros_like(kept).scatter_(-1, order, kept)
 
 
 def masked_attention(

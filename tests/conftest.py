@@ -1,9 +1,11 @@
 """The suite is offline and hermetic, and runs GPU tests only where there is a GPU."""
 
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +77,15 @@ def pipe(_shared_pipe: Kandinsky5NablaPipeline) -> Kandinsky5NablaPipeline:
     """The checkpoint inside the package on the masked reference: exact, and nothing to compile at each new size."""
     _shared_pipe.transformer.set_attention_backend("NABLA_REFERENCE")
     return _shared_pipe
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo checkpoint with weights that nothing can read: who comes as far fails with exit code 1."""
+    folder = shutil.copytree(load_preset("demo").model, tmp_path_factory.mktemp("checkpoint") / "copy")
+    for weights in folder.rglob("*.safetensors"):
+        weights.write_bytes(b"no weights")
+    return folder
 
 
 @pytest.fixture

@@ -130,15 +130,6 @@ def test_an_existing_picture_is_replaced_only_when_that_is_asked_for(first_run, 
 # Bad input
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The demo checkpoint with weights that nothing can read: who comes as far fails with exit code 1."""
-    folder = shutil.copytree(DEMO, tmp_path_factory.mktemp("checkpoint") / "copy")
-    for weights in folder.rglob("*.safetensors"):
-        weights.write_bytes(b"no weights")
-    return folder
-
-
 @pytest.fixture
 def problems_of(checkpoint, tmp_path, monkeypatch, capsys):
     """Returns the problems that the command line reports, after checking that it wrote nothing."""

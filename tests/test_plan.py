@@ -14,15 +14,6 @@ from kandinsky5_nabla.scripts.generate import main
 DEMO = load_preset("demo").local_folder
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The demo checkpoint with weights that nothing can read."""
-    folder = shutil.copytree(DEMO, tmp_path_factory.mktemp("checkpoint") / "copy")
-    for weights in folder.rglob("*.safetensors"):
-        weights.write_bytes(b"no weights")
-    return folder
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The working folder, with a few things in the way, on a machine without CUDA."""

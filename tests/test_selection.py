@@ -10,7 +10,7 @@ from kandinsky5_nabla.attention import nabla_mask, sta_mask
 from kandinsky5_nabla.attention import selection as selection_module
 from kandinsky5_nabla.attention.lists import BlockLists, Workspace
 from kandinsky5_nabla.attention.order import BLOCK, real_tokens, tile_grid
-from kandinsky5_nabla.attention.reference import kept_by_sorting
+from kandinsky5_nabla.attention.reference import kept_by_sorting, largest_by_sorting
 from kandinsky5_nabla.attention.selection import block_map, block_means, select_blocks, smallest_kept
 
 EITHER_SIDE = 1e-5  # blocks whose running sum is this near to 1 - P may fall on either side: fp32 sums, other orders
@@ -60,15 +60,13 @@ def sorted_rule(map_RN, P):
     An entry is kept where the larger ones hold no more than P. Those that tie are kept together here, and one by
     one by the sort; so a value is near the threshold if the sum of the larger ones is.
     """
+    kept = largest_by_sorting(map_RN, P)
     ascending, order = map_RN.sort(-1)
-    kept = ascending.cumsum(-1) >= 1 - P
-    kept[:, -1] = True
     sums = ascending.double().cumsum(-1)
     larger = sums[:, -1:] - sums.gather(-1, torch.searchsorted(ascending, ascending, right=True) - 1)
     near = (larger - P).abs() < EITHER_SIDE
-    smallest = ascending.masked_fill(~kept, 2.0).amin(-1, keepdim=True)
-    back = torch.zeros_like(kept)
-    return back.scatter(-1, order, kept), back.scatter(-1, order, near) | (map_RN == smallest)
+    smallest = map_RN.masked_fill(~kept, 2.0).amin(-1, keepdim=True)
+    return kept, torch.zeros_like(kept).scatter(-1, order, near) | (map_RN == smallest)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
