@@ -52,6 +52,7 @@ DEFAULTS = {"size": "large", "speed": "quickly", "background": "black"}
 
 FRAMES = 17
 MARGIN = 0.025  # between the object and the border
+SPREAD = 0.02  # how far from the middle of the frame the object may be halfway through the clip, along each axis
 TRIANGLE_HEIGHT = 3**0.5  # of a triangle of half base 1: it is equilateral
 
 TRAINED_PHRASINGS = (
@@ -152,16 +153,17 @@ def draw_words(chance: random.Random) -> Words:
     return Words(shape, colour, motion, background, chance.choice(SIZES), speed)
 
 
-def place(words: Words, chance: random.Random) -> Scene:
-    """Draw a place where the object stays inside the frame for the whole clip."""
+def place(words: Words, chance: random.Random, spread: float = SPREAD) -> Scene:
+    """Draw a place near the middle of the frame where the object stays inside it for the whole clip."""
     radius, way = RADIUS[words.size] + MARGIN, TRAVEL[words.speed] / 2
-    x, y = (chance.uniform(radius + way * abs(step), 1 - radius - way * abs(step)) for step in DIRECTION[words.motion])
+    reach = [min(spread, 0.5 - radius - way * abs(step)) for step in DIRECTION[words.motion]]
+    x, y = (0.5 + chance.uniform(-most, most) for most in reach)
     return Scene(words, x, y)
 
 
-def draw_scene(chance: random.Random) -> Scene:
+def draw_scene(chance: random.Random, spread: float = SPREAD) -> Scene:
     """Draw a scene of the training set."""
-    return place(draw_words(chance), chance)
+    return place(draw_words(chance), chance, spread)
 
 
 def coverage(

@@ -1,4 +1,4 @@
-"""Training of the demo's VAE: a near-identity start, windows of rendered scenes, standardised latents.
+"""Training of the demo's VAE: an encoder written by hand, and a decoder that learns on windows of rendered scenes.
 
 Legend: B videos, F frames, H/W rows and columns, C channels, T latent frames.
 """
@@ -16,6 +16,7 @@ from kandinsky5_nabla.scripts._demo_scenes import (
     FRAMES,
     RADIUS,
     Scene,
+    Words,
     all_words,
     coverage,
     draw_scene,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderKLHunyuanVideo
 
 VAE_CONFIG = {
-    "latent_channels": 8,
+    "latent_channels": 6,
     # Full-size frames take most of the time: 8 channels there, and many where the frames are small.
     "block_out_channels": (8, 16, 32, 64),
     "layers_per_block": 1,
@@ -38,49 +39,86 @@ VAE_CONFIG = {
     # Trained on windows, used on whole frames: attention would see 64 times as many tokens as it learned from.
     "mid_block_add_attention": False,
 }
-COLOUR_CHANNELS = 3  # the first latents, which the start makes low-resolution colours; the others are edges
-# Standard deviation of the edges' latents, where the colours' is 1: as in pictures, the coarse is the larger. With 1
-# for both, the transformer learned colours and shapes much later.
-EDGE_DEVIATION = 0.4
-LOG_VARIANCE = -6.0  # of the posterior, at the start
-KL_WEIGHT = 2e-4
+BOX, BINOMIAL = (0.0, 0.5, 0.5), (0.25, 0.5, 0.25)
+TAPS = (BOX, BINOMIAL, BOX)  # of the three halvings of the frame
+LATENT_MEAN, LATENT_DEVIATION = -0.25, 0.8  # of the colours in -1 .. 1 of 2,000 scenes, rounded
+LOG_VARIANCE = -6.0  # of the posterior
+CONSTANT = 30.0  # in the channels that carry no colour: the last norm divides by nearly the same number for all clips
+LATENT_NOISE = 0.15  # largest deviation of the noise in training: what the transformer makes is not exact either
 OBJECT_WEIGHT = 3.0  # of the pixels that the object covers in any frame: a trail behind it is an error there
 OUTSIDE = 0.1  # weight of what the decoder's clamp to -1 .. 1 removes
-PEAK_RATE = 5e-4  # at 1e-3 the latents grow and the pictures get worse
+PEAK_RATE = 1e-3
 SCALES = (64, 128, 256)  # pixels of the frame's side: those of the transformer's stages
 # (until this part of the steps, side in pixels, batch). Convolutions of a single video take three times as long.
-WINDOWS = ((0.3, 32, 4), (0.88, 64, 2), (1.0, 96, 2))
+WINDOWS = ((0.3, 32, 4), (0.85, 64, 2), (1.0, 96, 2))
 TAIL = slice(3, 5)  # the latent frames that decode_latents decodes a second time, as a tile of their own
 TAIL_FRAMES = 4  # which it blends into the last frames
 
 
 def make_vae(generator: torch.Generator) -> AutoencoderKLHunyuanVideo:
-    """Return a VAE that copies low-resolution colours from the start, with small residual branches and little noise.
+    """Return a VAE whose encoder is complete and whose decoder copies low-resolution colours from the start.
 
-    Each colour runs through all layers as a pair of channels of opposite sign: silu(x) - silu(-x) = x, so the last
-    non-linearity cancels. A pair of constants beside them keeps the norms from dividing the brightness away.
+    Each of the decoder's colours runs through all layers as a pair of channels of opposite sign: silu(x) - silu(-x) =
+    x, so the last non-linearity cancels. A pair of constants beside them keeps the norms from dividing the brightness
+    away.
     """
     from diffusers import AutoencoderKLHunyuanVideo
 
     vae = AutoencoderKLHunyuanVideo(**VAE_CONFIG)
-    gains = {"conv2": 0.1, "samplers": 0.2, "shortcut": 0.4, "conv_out": 0.1, "conv_in": 0.5, "quant_conv": 0.0}
-    fill_random(vae, generator, gains)
+    fill_random(vae, generator, {"conv2": 0.1, "samplers": 0.2, "shortcut": 0.4, "conv_out": 0.1, "conv_in": 0.5})
     with torch.no_grad():
-        for name, weight in vae.named_parameters():
-            if weight.ndim == 5 and any(part in name for part in ("samplers", "shortcut", "quant_conv")):
-                add_identity(weight, (0.25, 0.5, 0.25) if "downsamplers" in name else (0.0, 1.0, 0.0))
-        for half in (vae.encoder, vae.decoder):
-            pair_inputs(half.conv_in.conv)
-            join_outputs(half.conv_out.conv)
-        channels = VAE_CONFIG["latent_channels"]
-        vae.encoder.conv_out.conv.weight[channels:] = 0
-        vae.quant_conv.bias[channels:] = LOG_VARIANCE
+        write_encoder(vae)
+        for name, weight in vae.decoder.named_parameters():
+            if weight.ndim == 5 and any(part in name for part in ("samplers", "shortcut")):
+                add_identity(weight, (0.0, 1.0, 0.0))
+        pair_inputs(vae.decoder.conv_in.conv)
+        join_outputs(vae.decoder.conv_out.conv)
+        vae.post_quant_conv.weight.copy_(torch.eye(vae.post_quant_conv.in_channels)[..., None, None, None])
+        vae.post_quant_conv.weight *= LATENT_DEVIATION * vae.config["scaling_factor"]
+        vae.post_quant_conv.bias.fill_(LATENT_MEAN)
+    vae.encoder.requires_grad_(False)
+    vae.quant_conv.requires_grad_(False)
     vae.use_framewise_encoding = False  # 17 frames make one tile; the tiles of decoding are in `loss_of`
     return vae
 
 
+def write_encoder(vae: AutoencoderKLHunyuanVideo) -> None:
+    """Write `colours_to_latents` of `shrink` into the weights of the encoder.
+
+    A learned encoder puts the place of an edge into spikes, which the transformer learns late and never exactly; the
+    colours of a small picture are smooth, and tell the place of an edge as well.
+    """
+    encoder, colours, channels = vae.encoder, 6, VAE_CONFIG["latent_channels"]
+    for weight in encoder.parameters():
+        if weight.ndim == 5:
+            weight.zero_()
+    colour = torch.arange(3)
+    encoder.conv_in.conv.weight[colour, colour, 2, 1, 1] = 1  # this frame
+    encoder.conv_in.conv.weight[3 + colour, colour, 0, 1, 1] = 1  # the frame before the last
+    encoder.conv_in.conv.bias[colours] = 1
+    *halving, last = encoder.down_blocks
+    for block, taps in zip(halving, TAPS, strict=True):
+        add_identity(block.downsamplers[0].conv.conv.weight, taps)
+    for block in halving[1:]:
+        add_identity(block.resnets[0].conv_shortcut.conv.weight, BOX)
+    pairs = last.resnets[0].conv_shortcut.conv.weight
+    for channel in range(colours):
+        pairs[2 * channel, channel], pairs[2 * channel + 1, channel] = 1, -1
+    constants = pairs[2 * colours :]
+    constants[::2, colours], constants[1::2, colours] = CONSTANT, -CONSTANT
+    divisor = CONSTANT * (len(constants) / len(pairs)) ** 0.5
+    for channel in range(colours):
+        encoder.conv_out.conv.weight[channel, 2 * channel, -1, 1, 1] = divisor
+        encoder.conv_out.conv.weight[channel, 2 * channel + 1, -1, 1, 1] = -divisor
+    gain = 1 / (LATENT_DEVIATION * vae.config["scaling_factor"])
+    vae.quant_conv.weight.zero_()
+    vae.quant_conv.weight[:channels] = gain * torch.eye(channels, 2 * channels)[..., None, None, None]
+    vae.quant_conv.bias[:channels] = -LATENT_MEAN * gain
+    vae.quant_conv.bias[channels:] = LOG_VARIANCE
+
+
 def add_identity(weight: torch.Tensor, taps: tuple[float, float, float]) -> None:
-    """Add a kernel `[out, in, t, y, x]` that copies each channel, smoothed by `taps` in space; time is causal."""
+    """Add a kernel `[out, in, t, y, x]` that copies each channel, weighted by `taps` in space; time is causal."""
     tap = torch.tensor(taps if weight.shape[-1] == 3 else (1.0,))
     for channel in range(min(weight.shape[:2])):
         weight[channel, channel, -1] += tap[:, None] * tap[None, :]
@@ -102,8 +140,33 @@ def join_outputs(conv: torch.nn.Conv3d) -> None:
     conv.weight[colour, 3 + colour, -1, 1, 1] -= 1
 
 
+def shrink(coverage_FHW: torch.Tensor) -> torch.Tensor:
+    """Return frames an eighth of their size, as the encoder's three halvings do it."""
+    small_F1HW = coverage_FHW[:, None]
+    for taps in TAPS:
+        tap = torch.tensor(taps)
+        small_F1HW = F.conv2d(F.pad(small_F1HW, (1, 1, 1, 1), mode="replicate"), tap.outer(tap)[None, None], stride=2)
+    return small_F1HW[:, 0]
+
+
+def latents_of(coverage_FHW: torch.Tensor, words: Words) -> torch.Tensor:
+    """Return latents `[T, H, W, C]` of every second frame of a scene, as the transformer sees them.
+
+    Colours are linear in what the object covers, so the small picture is painted, not the large one.
+    """
+    small_FHW = shrink(coverage_FHW)
+    before_FHW = torch.cat([small_FHW[:1], small_FHW[1::2]])
+    pictures = [paint(small_THW, words) * 2 - 1 for small_THW in (small_FHW[::2], before_FHW)]
+    return (torch.cat(pictures, dim=-1) - LATENT_MEAN) / LATENT_DEVIATION
+
+
+def scene_latents(scene: Scene, side: int) -> torch.Tensor:
+    """Return the latents `[T, H, W, C]` of a whole clip of this frame size."""
+    return latents_of(coverage(scene, side, frames=(FRAMES + 1) // 2), scene.words)
+
+
 def train_vae(stage: Stage) -> AutoencoderKLHunyuanVideo:
-    """Train the VAE and fold the latents' mean and deviation into it."""
+    """Train the decoder of the VAE."""
     vae = make_vae(torch.Generator().manual_seed(1))
 
     def loss_of_step(step: int) -> torch.Tensor:
@@ -113,22 +176,25 @@ def train_vae(stage: Stage) -> AutoencoderKLHunyuanVideo:
 
     train(stage, vae, loss_of_step, lambda: f"PSNR {reconstruction_psnr(vae, unseen_scenes(2)):.1f} dB at 256x256x17")
     vae.use_framewise_decoding = True
-    standardise_latents(vae)
     return vae
 
 
-def draw_windows(step: int, side: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return windows of scenes `[B, 3, F, side, side]` in -1 .. 1 and the weights of their pixels `[B, 1, F, H, W]`."""
+def draw_windows(step: int, side: int, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return windows of scenes.
+
+    Latents `[B, T, H, W, C]`, pixels `[B, 3, F, side, side]` in -1 .. 1 and their weights `[B, 1, F, side, side]`.
+    """
     chance = random.Random(step)
-    videos, weights = [], []
+    latents, videos, weights = [], [], []
     for _ in range(batch):
         scene = draw_scene(chance)
         scale = chance.choice([scale for scale in SCALES if scale >= side])
         coverage_FHW = coverage(scene, scale, draw_window(scene, scale, side, chance), side)
+        latents.append(latents_of(coverage_FHW[::2], scene.words))
         videos.append(paint(coverage_FHW, scene.words).permute(3, 0, 1, 2) * 2 - 1)
         way_1HW = F.max_pool2d(coverage_FHW.amax(0, keepdim=True), 5, stride=1, padding=2)
         weights.append((1 + OBJECT_WEIGHT * way_1HW).expand_as(coverage_FHW)[None])
-    return torch.stack(videos), torch.stack(weights)
+    return torch.stack(latents), torch.stack(videos), torch.stack(weights)
 
 
 def draw_window(scene: Scene, scale: int, side: int, chance: random.Random) -> tuple[int, int]:
@@ -142,17 +208,21 @@ def draw_window(scene: Scene, scale: int, side: int, chance: random.Random) -> t
 
 
 def loss_of(
-    vae: AutoencoderKLHunyuanVideo, video: torch.Tensor, weight: torch.Tensor, generator: torch.Generator
+    vae: AutoencoderKLHunyuanVideo,
+    latents_BTHWC: torch.Tensor,
+    video: torch.Tensor,
+    weight: torch.Tensor,
+    generator: torch.Generator,
 ) -> torch.Tensor:
-    """Return the loss of videos `[B, 3, F, H, W]`: both tiles that decode_latents makes of 17 frames, and the KL."""
-    posterior = vae.encode(video).latent_dist
-    latents = posterior.sample(generator)
-    whole = error(vae.decode(latents).sample, video, weight)
+    """Return the loss of what the latents decode to: both tiles that decode_latents makes of 17 frames."""
+    deviation_B = LATENT_NOISE * torch.rand(len(latents_BTHWC), generator=generator)
+    noise = torch.randn(latents_BTHWC.shape, generator=generator) * deviation_B[:, None, None, None, None]
+    latents_BCTHW = (latents_BTHWC + noise).movedim(-1, 1) / vae.config["scaling_factor"]
+    whole = error(vae.decode(latents_BCTHW).sample, video, weight)
     few = slice(0, 2)
-    tail = vae.decode(latents[few, :, TAIL]).sample[:, :, -TAIL_FRAMES:]
+    tail = vae.decode(latents_BCTHW[few, :, TAIL]).sample[:, :, -TAIL_FRAMES:]
     last = error(tail, video[few, :, -TAIL_FRAMES:], weight[few, :, -TAIL_FRAMES:])
-    kl = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).mean()
-    return whole + 0.25 * last + KL_WEIGHT * kl
+    return whole + 0.25 * last
 
 
 def error(decoded: torch.Tensor, video: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -193,29 +263,6 @@ def reconstruction_psnr(vae: AutoencoderKLHunyuanVideo, scenes: list[Scene], sca
     """Return the mean PSNR of whole clips, in dB."""
     clips = [render(scene, scale) for scene in scenes]
     return sum(psnr(reconstruct(vae, clip), clip) for clip in clips) / len(clips)
-
-
-@torch.no_grad()
-def standardise_latents(vae: AutoencoderKLHunyuanVideo) -> None:
-    """Fold mean and deviation of each latent channel into the 1x1x1 convolutions on both sides.
-
-    Afterwards latents times `scaling_factor`, which keeps its published value, have mean 0 and deviation 1 where they
-    are colours, EDGE_DEVIATION where they are edges.
-    """
-    chance = random.Random(2)
-    factor = vae.config["scaling_factor"]
-    clips = torch.stack([render(draw_scene(chance), 128) for _ in range(48)])
-    latents = torch.cat([encode(vae, few) / factor for few in clips.split(4)])
-    std_C, mean_C = torch.std_mean(latents.flatten(0, 3), dim=0)
-    gain_C = 1 / (std_C * factor)
-    gain_C[COLOUR_CHANNELS:] *= EDGE_DEVIATION
-    channels = len(gain_C)
-    into, back = vae.quant_conv, vae.post_quant_conv
-    into.weight[:channels] *= gain_C[:, None, None, None, None]
-    into.bias[:channels] = (into.bias[:channels] - mean_C) * gain_C
-    into.bias[channels:] += 2 * gain_C.log()  # the logarithm of the variance
-    back.bias += back.weight[..., 0, 0, 0] @ mean_C
-    back.weight /= gain_C[None, :, None, None, None]
 
 
 assert 4 * (TAIL.stop - 1) + 1 == FRAMES, "TAIL belongs to clips of 17 frames"

@@ -46,7 +46,7 @@ SHEET_PROMPTS = (
     "a small blue circle moving up quickly on a black background",
     "A yellow triangle is moving right quickly.",
     "Here is a large green square, which is standing still on a gray background.",
-    "orange circle on a white background, moving down",
+    "an orange circle moving down on a white background",
     "a small white triangle moving left slowly on a gray background",
 )
 SHEET_FRAMES = 6

@@ -42,8 +42,8 @@ MODEL_INDEX = {
 }
 
 TRANSFORMER_CONFIG = {
-    "in_visual_dim": 8,
-    "out_visual_dim": 8,
+    "in_visual_dim": 6,
+    "out_visual_dim": 6,
     "in_text_dim": 64,
     "in_text_dim2": 64,
     "time_dim": 64,
@@ -69,7 +69,7 @@ TRANSFORMER_CONFIG = {
 }
 
 VAE_CONFIG = {
-    "latent_channels": 8,
+    "latent_channels": 6,
     "block_out_channels": (16, 16, 32, 32),
     "layers_per_block": 1,
     "norm_num_groups": 2,

@@ -7,6 +7,7 @@ Each stage goes on from its own checkpoint in the work folder; the same step cou
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -17,69 +18,54 @@ from typing import TYPE_CHECKING, Any
 from kandinsky5_nabla.scripts.make_demo_checkpoint import DEFAULT_OUTPUT
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKLHunyuanVideo
-
     from kandinsky5_nabla.models.transformer import Kandinsky5Transformer
     from kandinsky5_nabla.scripts._demo_training import Stage
+    from kandinsky5_nabla.scripts._demo_transformer import Captions
 
-STAGES = ("vae", "latents", "transformer-64", "transformer-128", "transformer-256", "export")
+STAGES = ("vae", "transformer-64", "transformer-128", "transformer-256", "export")
 SIDES = (64, 128, 256)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How long each stage is: optimizer steps, and clips whose latents are cached."""
+    """How many optimizer steps each stage takes."""
 
-    vae_steps: int = 2200
-    clips_64: int = 1600
-    clips_128: int = 1200
-    clips_256: int = 200
-    steps_64: int = 1000
-    steps_128: int = 5600
-    steps_256: int = 900
-
-    def of_side(self, side: int) -> tuple[int, int]:
-        """Return clips and steps of the stage at this frame size."""
-        return getattr(self, f"clips_{side}"), getattr(self, f"steps_{side}")
+    vae: int = 1300
+    transformer_64: int = 800
+    transformer_128: int = 1800
+    transformer_256: int = 1800
 
 
-def vae_stage(work: Path, counts: Counts) -> AutoencoderKLHunyuanVideo:
-    """Train the VAE, or load what was trained before."""
-    from diffusers import AutoencoderKLHunyuanVideo
-
+def vae_stage(work: Path, counts: Counts) -> None:
+    """Train the VAE, if that is not done."""
     from kandinsky5_nabla.scripts._demo_training import Stage
     from kandinsky5_nabla.scripts._demo_vae import PEAK_RATE, train_vae
 
     folder = work / "vae"
-    if (folder / "config.json").exists():
-        vae = AutoencoderKLHunyuanVideo.from_pretrained(folder)
-        vae.use_framewise_encoding = False
-        return vae
-    vae = train_vae(Stage("vae", counts.vae_steps, PEAK_RATE, work))
-    vae.save_pretrained(folder)
-    return vae
+    if not (folder / "config.json").exists():
+        train_vae(Stage("vae", counts.vae, PEAK_RATE, work)).save_pretrained(folder)
 
 
 def transformer_stage(side: int, work: Path, counts: Counts) -> None:
-    """Train the transformer at one frame size, from the end of the size before."""
+    """Train the transformer at one frame size, from the end of the size before, if that is not done."""
     from kandinsky5_nabla.models.transformer import Kandinsky5Transformer
-    from kandinsky5_nabla.scripts._demo_transformer import (
-        all_captions,
-        cache_clips,
-        encode_captions,
-        make_transformer,
-        train_transformer,
-    )
+    from kandinsky5_nabla.scripts._demo_transformer import make_transformer, train_transformer
 
     folder = work / f"transformer-{side}"
     if (folder / "config.json").exists():
         return
     before = [work / f"transformer-{smaller}" for smaller in SIDES if smaller < side]
     transformer = Kandinsky5Transformer.from_pretrained(before[-1]) if before else make_transformer()
-    clips = cache_clips(vae_stage(work, counts), side, counts.of_side(side)[0], work)
-    captions = encode_captions(all_captions(clips), text_parts())
-    train_transformer(stage_of(side, work, counts), transformer, clips, captions)
+    train_transformer(stage_of(side, work, counts), transformer, side, encoded_captions())
     transformer.save_pretrained(folder)
+
+
+@functools.cache
+def encoded_captions() -> Captions:
+    """Return the embeddings of every text that training may draw: thousands, which takes some seconds."""
+    from kandinsky5_nabla.scripts._demo_transformer import all_captions, encode_captions
+
+    return encode_captions(all_captions(), text_parts())
 
 
 def stage_of(side: int, work: Path, counts: Counts) -> Stage:
@@ -87,8 +73,9 @@ def stage_of(side: int, work: Path, counts: Counts) -> Stage:
     from kandinsky5_nabla.scripts._demo_training import LAST_RATE, Stage
     from kandinsky5_nabla.scripts._demo_transformer import MATRIX_RATE, PEAK_RATE
 
-    first, last = {64: (1.0, 0.8), 128: (0.8, 0.25), 256: (0.25, LAST_RATE)}[side]
-    return Stage(f"transformer-{side}-train", counts.of_side(side)[1], PEAK_RATE, work, first, last, MATRIX_RATE)
+    first, last = {64: (1.0, 0.8), 128: (0.8, 0.35), 256: (0.35, LAST_RATE)}[side]
+    steps = getattr(counts, f"transformer_{side}")
+    return Stage(f"transformer-{side}-train", steps, PEAK_RATE, work, first, last, MATRIX_RATE)
 
 
 def text_parts() -> dict[str, Any]:
@@ -120,11 +107,15 @@ def export(work: Path, output: Path) -> None:
     from diffusers import AutoencoderKLHunyuanVideo
 
     from kandinsky5_nabla.models.transformer import Kandinsky5Transformer
-    from kandinsky5_nabla.scripts.make_demo_checkpoint import write_checkpoint
+    from kandinsky5_nabla.scripts._demo_vae import VAE_CONFIG
+    from kandinsky5_nabla.scripts.make_demo_checkpoint import TRANSFORMER_CONFIG, write_checkpoint
 
     write_checkpoint(output)
-    transformer: Kandinsky5Transformer = Kandinsky5Transformer.from_pretrained(work / f"transformer-{SIDES[-1]}")
-    parts = {"vae": AutoencoderKLHunyuanVideo.from_pretrained(work / "vae"), "transformer": transformer}
+    # Built anew: a loaded model's config says from which folder it came.
+    parts = {"vae": AutoencoderKLHunyuanVideo(**VAE_CONFIG), "transformer": Kandinsky5Transformer(**TRANSFORMER_CONFIG)}
+    parts["vae"].load_state_dict(AutoencoderKLHunyuanVideo.from_pretrained(work / "vae").state_dict())
+    trained: Kandinsky5Transformer = Kandinsky5Transformer.from_pretrained(work / f"transformer-{SIDES[-1]}")
+    parts["transformer"].load_state_dict(trained.state_dict())
     for name, part in parts.items():
         part.half().save_pretrained(output / name)
         for weights in (output / name).glob("*.safetensors"):
@@ -197,11 +188,6 @@ def run(stages: Sequence[str], work: Path, output: Path, counts: Counts) -> None
             continue
         if stage == "vae":
             vae_stage(work, counts)
-        elif stage == "latents":
-            from kandinsky5_nabla.scripts._demo_transformer import cache_clips
-
-            for side in SIDES:
-                cache_clips(vae_stage(work, counts), side, counts.of_side(side)[0], work)
         elif stage == "export":
             export(work, output)
         else:
@@ -216,7 +202,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder that export writes")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     for field in fields(Counts):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default, metavar="N")
+        option = f"--{field.name.replace('_', '-')}-steps"
+        parser.add_argument(option, dest=field.name, type=int, default=field.default, metavar="N")
     return parser
 
 

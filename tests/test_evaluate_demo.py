@@ -147,7 +147,7 @@ def test_the_density_is_the_mean_over_layers_and_calls_and_there_is_none_of_dens
     torch.manual_seed(0)
     transformer = Kandinsky5Transformer(**TRANSFORMER_CONFIG | {"num_visual_blocks": 2})
     transformer.set_attention_backend("NABLA_REFERENCE")
-    inputs = torch.randn(1, 2, 16, 32, 17), torch.randn(1, 3, 64), torch.randn(1, 64), torch.tensor([500.0])
+    inputs = torch.randn(1, 2, 16, 32, 13), torch.randn(1, 3, 64), torch.randn(1, 64), torch.tensor([500.0])
     window = sta_mask((2, 1, 2), (1, 1, 1))
     with recorded_attention(transformer) as records:
         for P in (1.0, 0.3):

@@ -6,11 +6,13 @@ from safetensors.torch import load_file
 
 from kandinsky5_nabla.pipeline import Kandinsky5NablaPipeline
 from kandinsky5_nabla.scripts import _demo_training
+from kandinsky5_nabla.scripts._demo_scenes import Scene, Words, render
 from kandinsky5_nabla.scripts._demo_training import Stage, train
+from kandinsky5_nabla.scripts._demo_vae import encode, make_vae, scene_latents
 from kandinsky5_nabla.scripts.train_demo import main
 
-FEW = ["--threads=1", "--vae-steps=2", "--clips-64=2", "--clips-128=2", "--clips-256=2"]
-FEW += ["--steps-64=1", "--steps-128=1", "--steps-256=1"]
+FEW = ["--threads=1", "--vae-steps=2", "--transformer-64-steps=1", "--transformer-128-steps=1"]
+FEW += ["--transformer-256-steps=1"]
 
 
 def linear_of(stage, **patched):
@@ -36,6 +38,26 @@ def test_a_stage_that_was_stopped_goes_on_to_the_same_weights(tmp_path, monkeypa
     resumed = linear_of(Stage("s", 20, 1e-2, tmp_path / "stopped"))
     assert torch.equal(resumed, whole)
     assert not torch.equal(linear_of(Stage("s", 10, 1e-2, tmp_path / "short")), whole)
+
+
+@pytest.mark.parametrize("side", [64, 128])
+@pytest.mark.parametrize("words", [Words("triangle", "orange", "moving up", "gray", "small", "quickly")])
+def test_latents_drawn_for_training_are_those_that_the_encoder_makes(words, side):
+    scene = Scene(words, 0.4, 0.55)
+    vae = make_vae(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        encoded_BTHWC = encode(vae, render(scene, side)[None])
+    drawn_THWC = scene_latents(scene, side)
+    assert drawn_THWC.shape == (5, side // 8, side // 8, 6)
+    assert drawn_THWC.std() > 0.1  # something is there to be compared
+    # fp32, through the divisions of a dozen norms: CONSTANT makes them equal for all clips to about 1e-4.
+    torch.testing.assert_close(encoded_BTHWC[0], drawn_THWC, atol=5e-4, rtol=0)
+
+
+def test_the_encoder_does_not_learn_and_the_decoder_does():
+    vae = make_vae(torch.Generator().manual_seed(0))
+    learns = {name.split(".")[0] for name, weight in vae.named_parameters() if weight.requires_grad}
+    assert learns == {"decoder", "post_quant_conv"}
 
 
 def test_all_stages_run_and_give_a_checkpoint_that_makes_a_video(tmp_path):
