@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+
+from .headers import TensorHeader, differences, impossible_counts, open_weights, read_headers, weight_files
 
 if TYPE_CHECKING:
     from .transformer import Kandinsky5Transformer
-
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-INDEX = WEIGHTS + ".index.json"
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,24 +42,72 @@ def load_transformer(
     **kwargs: Any,
 ) -> Kandinsky5Transformer:
     """Load a transformer; see `Kandinsky5Transformer.from_pretrained`."""
+    dtype = checked_dtype(torch_dtype)
+    folder = _local_folder(source, subfolder, **kwargs)
+    config = read_config(folder / "config.json", cls)
+    model = _load(cls, config, weight_files(folder), dtype, str(folder))
+    model.register_to_config(_name_or_path=str(source))
+    return model
+
+
+def load_single_transformer(
+    file: Path, config: Mapping[str, Any], torch_dtype: torch.dtype | None
+) -> Kandinsky5Transformer:
+    """Load a transformer from one safetensors file of the original layout, as strictly as a folder.
+
+    Args:
+        file: holds all tensors, under the names of the Diffusers layout.
+        config: of the transformer, as `architecture.config_from_headers` returns it.
+        torch_dtype: dtype of the weights, fp32 if None; the parts that numerics.md lists stay fp32.
+
+    Raises:
+        ValueError: if the file is damaged, or its tensors are not those of the config; nothing is read before.
+    """
+    from .transformer import Kandinsky5Transformer
+
+    model = _load(Kandinsky5Transformer, config, [file], checked_dtype(torch_dtype), str(file))
+    model.register_to_config(_name_or_path=str(file))
+    return model
+
+
+def build_on_meta(
+    cls: type[Kandinsky5Transformer],
+    config: Mapping[str, Any],
+    headers: Mapping[str, TensorHeader],
+    source: str,
+) -> Kandinsky5Transformer:
+    """Return the model without memory for its weights, if its tensors are those of the headers.
+
+    `source` is what an error calls the files.
+
+    Raises:
+        ValueError: if the config cannot be built, or a tensor is missing, unexpected, of another shape or not
+            floating point; a message about a shape has both.
+    """
+    if problems := impossible_counts(config, headers):
+        raise ValueError(f"the weights in {source} do not fit their config: " + "; ".join(problems))
+    try:
+        with torch.device("meta"):
+            model = cls(**config)
+    except (TypeError, RuntimeError, OverflowError) as error:  # a size that is no number, or is beyond any
+        raise ValueError(f"the config of {source} cannot be built: {error}") from error
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if problems := differences(expected, headers):
+        shown = "; ".join(problems[:5])
+        raise ValueError(f"the weights in {source} do not fit their config in {len(problems)} tensors: {shown}")
+    return model
+
+
+def checked_dtype(torch_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that weights are loaded in, fp32 if None.
+
+    Raises:
+        ValueError: if it is not one of `DTYPES`.
+    """
     dtype = torch.float32 if torch_dtype is None else torch_dtype
     if dtype not in DTYPES:
         raise ValueError(f"torch_dtype {dtype!r}: {', '.join(map(str, DTYPES))} are supported")
-    folder = _local_folder(source, subfolder, **kwargs)
-    config = read_config(folder / "config.json", cls)
-    files = weight_files(folder)
-    with torch.device("meta"):
-        model = cls(**config)
-    _check_names_and_shapes(model, files, folder)
-    tensors = {}
-    for file in files:
-        with _open(file) as weights:
-            for name in weights.keys():  # noqa: SIM118  (safe_open is not iterable)
-                keep = any(part in name for part in cls._keep_in_fp32_modules)
-                tensors[name] = weights.get_tensor(name).to(torch.float32 if keep else dtype)
-    model.load_state_dict(tensors, strict=True, assign=True)
-    model.register_to_config(_name_or_path=str(source))
-    return model.eval()
+    return dtype
 
 
 def read_config(path: Path, cls: type[Kandinsky5Transformer]) -> dict[str, Any]:
@@ -72,69 +117,25 @@ def read_config(path: Path, cls: type[Kandinsky5Transformer]) -> dict[str, Any]:
         FileNotFoundError: if there is no such file.
         ValueError: if it has a key that `cls` does not know: the weights may mean something else than we compute.
     """
-    config = {key: value for key, value in json.loads(path.read_text()).items() if not key.startswith("_")}
+    config = {key: value for key, value in json.loads(path.read_text("utf-8")).items() if not key.startswith("_")}
     unknown = sorted(set(config) - cls._get_init_keys(cls))
     if unknown:
         raise ValueError(f"{path}: unknown keys {', '.join(unknown)}; this is no config of a Kandinsky 5 transformer")
     return config
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder: the single one, or the shards that the index names.
-
-    Raises:
-        FileNotFoundError: if there are no weights or a shard is missing; the message names the file.
-        ValueError: if the index is not one, or names a file outside the folder.
-    """
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if not (folder / INDEX).is_file():
-        raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}")
-    weight_map = json.loads((folder / INDEX).read_text()).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{folder / INDEX} has no weight_map from tensors to shards")
-    shards = sorted(set(weight_map.values()))
-    outside = [shard for shard in shards if Path(shard).name != shard]
-    if outside:
-        raise ValueError(f"{folder / INDEX} names {', '.join(outside)}; shards lie beside their index")
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
-    if missing:
-        raise FileNotFoundError(f"{folder / INDEX} names shards that are missing: {', '.join(missing)}")
-    return [folder / shard for shard in shards]
-
-
-def _check_names_and_shapes(model: torch.nn.Module, files: list[Path], folder: Path) -> None:
-    """Compare the files' headers with the model on meta; no tensor is read yet."""
-    found: dict[str, tuple[int, ...]] = {}
-    problems = []
+def _load(
+    cls: type[Kandinsky5Transformer], config: Mapping[str, Any], files: list[Path], dtype: torch.dtype, source: str
+) -> Kandinsky5Transformer:
+    model = build_on_meta(cls, config, read_headers(files), source)
+    tensors = {}
     for file in files:
-        with _open(file) as weights:
-            for name in weights.keys():  # noqa: SIM118
-                tensor = weights.get_slice(name)
-                found[name] = tuple(tensor.get_shape())
-                if "F" not in tensor.get_dtype():  # F32, BF16, F8_E4M3; an I8 needs scales that we do not know
-                    problems.append(f"{name} is {tensor.get_dtype()}, not floating point")
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    problems += [f"{name} is missing" for name in expected.keys() - found.keys()]
-    problems += [f"{name} is unexpected" for name in found.keys() - expected.keys()]
-    problems += [
-        f"{name} has shape {list(found[name])}, the config asks for {list(expected[name])}"
-        for name in expected.keys() & found.keys()
-        if found[name] != expected[name]
-    ]
-    if problems:
-        shown = "; ".join(sorted(problems)[:5])
-        raise ValueError(f"the weights in {folder} do not fit its config.json in {len(problems)} tensors: {shown}")
-
-
-@contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    """Open a safetensors file, whose errors do not name it."""
-    try:
-        with safe_open(file, framework="pt") as weights:
-            yield weights
-    except SafetensorError as error:
-        raise ValueError(f"{file} is cut short or damaged: {error}; download it again") from error
+        with open_weights(file) as weights:
+            for name in weights.keys():  # noqa: SIM118  (safe_open is not iterable)
+                keep = any(part in name for part in cls._keep_in_fp32_modules)
+                tensors[name] = weights.get_tensor(name).to(torch.float32 if keep else dtype)
+    model.load_state_dict(tensors, strict=True, assign=True)
+    return model.eval()
 
 
 def _local_folder(source: str | os.PathLike, subfolder: str | None, **kwargs: Any) -> Path:

@@ -6,7 +6,8 @@ module that is loaded already; `pipeline.pipeline` imports ours.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 PUBLISHED_PIPELINE = "Kandinsky5T2VPipeline"
 OUR_PIPELINE = "Kandinsky5NablaPipeline"
@@ -49,19 +50,20 @@ def to_loaders(index: dict[str, Any]) -> dict[str, Any]:
     """Return a model_index.json whose components name the classes that load them.
 
     Raises:
-        ValueError: if it is another pipeline's, lacks a component or names a class that is not in `LOADERS`.
+        ValueError: if it is another pipeline's, lacks a component, or names a component or a class that is not in
+            `LOADERS`.
     """
     pipeline = index.get("_class_name")
     if pipeline not in (PUBLISHED_PIPELINE, OUR_PIPELINE):
         raise ValueError(f"model_index.json is of a {pipeline}; a {PUBLISHED_PIPELINE} is needed")
-    problems, loaders = [], {}
+    problems, loaders = _unknown_components(index), {}
     for component, known in LOADERS.items():
         named = index.get(component)
-        if not isinstance(named, (list, tuple)) or len(named) != 2:
+        if not _is_component(named):
             problems.append(f"{component} is missing")
         elif named[0] is None:  # saved without this part
             loaders[component] = (None, None)
-        elif tuple(named) in known:
+        elif all(isinstance(word, str) for word in named) and tuple(named) in known:
             loaders[component] = known[tuple(named)]
         else:
             allowed = " or ".join(".".join(name) for name in known)
@@ -69,6 +71,19 @@ def to_loaders(index: dict[str, Any]) -> dict[str, Any]:
     if problems:
         raise ValueError("model_index.json cannot be loaded: " + "; ".join(problems))
     return {**index, **loaders}
+
+
+def _unknown_components(index: dict[str, Any]) -> list[str]:
+    """Return a sentence for each entry that names a class for something that is no part of the pipeline."""
+    unknown = [name for name, named in index.items() if name not in LOADERS and _is_component(named) and any(named)]
+    return [
+        f"{name!r} is a {'.'.join(map(str, index[name]))}, and the only parts are {', '.join(LOADERS)}"
+        for name in unknown
+    ]
+
+
+def _is_component(named: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(named, (list, tuple)) and len(named) == 2
 
 
 def to_published(index: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import torch
 from diffusers import Kandinsky5Transformer3DModel
 from safetensors.torch import load_file, save_file
 
-from kandinsky5_nabla.models.loading import INDEX, WEIGHTS
+from kandinsky5_nabla.models.headers import DIFFUSERS_WEIGHTS as WEIGHTS
+from kandinsky5_nabla.models.loading import load_single_transformer
 from kandinsky5_nabla.models.transformer import Kandinsky5Transformer
 
 TOY = {
@@ -72,6 +73,13 @@ def test_what_was_saved_is_loaded_bit_for_bit_from_one_file_or_from_shards(shard
     assert_same_weights(loaded, model)
     assert not loaded.training
     assert {key: loaded.config[key] for key in TOY} == {**TOY, "axes_dims": list(TOY["axes_dims"])}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+def test_a_single_file_is_loaded_as_its_folder_is(dtype, folder):
+    loaded = load_single_transformer(folder / WEIGHTS, TOY, dtype)
+    assert_same_weights(loaded, Kandinsky5Transformer.from_pretrained(folder, torch_dtype=dtype))
+    assert not loaded.training
 
 
 @pytest.mark.parametrize("shard_size", ["1GB", SHARD_SIZE])
@@ -150,9 +158,9 @@ def edit_weights(folder, edit):
 
 
 def edit_index(folder, edit):
-    index = json.loads((folder / INDEX).read_text())
+    index = json.loads((folder / f"{WEIGHTS}.index.json").read_text())
     edit(index)
-    (folder / INDEX).write_text(json.dumps(index))
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
 
 
 BIAS = "out_layer.out_layer.bias"
@@ -173,6 +181,23 @@ BAD_WEIGHTS = {
 @pytest.mark.parametrize(("edit", "problem"), BAD_WEIGHTS.values(), ids=BAD_WEIGHTS)
 def test_weights_that_do_not_fit_the_config_are_refused_by_name(edit, problem, folder):
     edit_weights(folder, edit)
+    with pytest.raises(ValueError, match=problem):
+        Kandinsky5Transformer.from_pretrained(folder)
+    with pytest.raises(ValueError, match=problem):
+        load_single_transformer(folder / WEIGHTS, TOY, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_visual_blocks": 10**9}, "num_visual_blocks is 1000000000, and the files hold"),
+        ({"num_text_blocks": 10**9}, "num_text_blocks is 1000000000, and the files hold"),
+        ({"model_dim": 10**30 * 32}, "cannot be built"),
+        ({"ff_dim": "wide"}, "cannot be built"),
+    ],
+)
+def test_a_config_that_no_memory_or_time_would_do_for_is_refused_at_once(changes, problem, folder):
+    edit_config(folder, **changes)
     with pytest.raises(ValueError, match=problem):
         Kandinsky5Transformer.from_pretrained(folder)
 
