@@ -2,17 +2,19 @@
 
 import math
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .rules import PARSERS, broken_rules
+
 _FOLDER = Path(__file__).parent
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _OWNER, _OLD_OWNER = "kandinskylab/", "ai-forever/"  # the repositories moved from the old name
-_MAX_FRAMES, _MAX_PIXELS = 509, 2048  # RoPE tables reach 128 positions on each axis
+_DIFFUSERS = "-Diffusers"  # a repository without it holds the same checkpoint in the original layout
+_CLASSES = {(1.0, 2.0, 2.0): "SD", (1.0, 3.16, 3.16): "HD"}  # a resolution class is its RoPE divisors
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,16 @@ class Preset:
         model: a Hub repository ("owner/name") or the absolute path of a folder in the Diffusers layout. In YAML a
             folder may be written relative to the YAML file, as "./name".
         revision: the Hub revision (branch, tag or commit); None is the default branch.
+        original_file: name of the transformer's file in the original layout; None where there is no such file.
         attention: "nabla" or "dense".
+        attention_decided_by: who decides on attention and P where transformer/config.json says something else:
+            "checkpoint", or "preset" where one config.json serves several presets.
         nabla_P: the share of attention that NABLA keeps, in (0, 1]; None with dense attention.
+        nabla_window: NABLA's window along (time, height, width), in blocks; None with dense attention.
         num_inference_steps: denoising steps.
         guidance_scale: classifier-free guidance; 1.0 is none (one transformer call a step).
         shift: shift of the flow-matching schedule.
-        num_frames: default number of frames, 4k + 1.
+        num_frames: default number of frames, 4k + 1; the longest that the checkpoint was made for.
         height: default height in pixels.
         width: default width in pixels.
         sizes: all (height, width) that the checkpoint was trained for.
@@ -46,8 +52,11 @@ class Preset:
     description: str
     model: str
     revision: str | None
+    original_file: str | None
     attention: str
+    attention_decided_by: str
     nabla_P: float | None
+    nabla_window: tuple[int, int, int] | None
     num_inference_steps: int
     guidance_scale: float
     shift: float
@@ -61,12 +70,40 @@ class Preset:
     max_sequence_length: int
 
     def __post_init__(self) -> None:
-        _raise_all(_broken_rules(self))
+        _raise_all(broken_rules(self))
 
     @property
     def local_folder(self) -> Path | None:
         """The checkpoint's folder; None where `model` is a Hub repository."""
         return Path(self.model) if os.path.isabs(self.model) else None
+
+    @property
+    def seconds(self) -> float:
+        """Length of the default video: the first frame is at 0 s."""
+        return (self.num_frames - 1) / self.fps
+
+    def cautions(self, num_frames: int, height: int, width: int) -> list[str]:
+        """Return a sentence for each way in which a video that can be made is not what the checkpoint was made for.
+
+        They are about its length and its size in pixels, which must be possible (`pipeline.checks`).
+        """
+        found = []
+        if num_frames > self.num_frames:
+            asked = f"{round((num_frames - 1) / self.fps, 2):g} s ({num_frames} frames)"
+            made_for = f"{round(self.seconds, 2):g} s ({self.num_frames} frames)"
+            found.append(f"the video is to last {asked}, and {self.name} was made for {made_for}: it may fall apart")
+        if (height, width) not in self.sizes:
+            found.append(_size_caution(self, height, width))
+        return found
+
+    def differences(self, transformer_config: Mapping[str, Any], scheduler_config: Mapping[str, Any]) -> list[str]:
+        """Return a sentence for each value that the checkpoint's own files and the preset give differently.
+
+        `transformer_config` is transformer/config.json and `scheduler_config` scheduler/scheduler_config.json; what
+        they leave out, or all of it where they are empty, is no difference. A sentence has both values and says which
+        one is used, as long as the request has none of its own.
+        """
+        return list(_differences(self, transformer_config, scheduler_config))
 
 
 def preset_names() -> list[str]:
@@ -92,37 +129,111 @@ def load_preset(name_or_path: str | Path) -> Preset:
     )
 
 
-def find_preset(model: str) -> Preset | None:
+def find_preset(model: str, size: tuple[int, int] | None = None) -> Preset | None:
     """Return the preset of a checkpoint, or None where no preset fits.
 
-    `model` is a Hub repository, under its owner's old name "ai-forever/" too, a folder that has the name of the
-    repository, or the preset's own folder.
+    `model` is one of:
+        * a Hub repository, in the Diffusers or the original layout, under its owner's old name "ai-forever/" too;
+        * a folder that has the name of the repository, or lies in the Hub's cache as the repository's;
+        * the preset's own folder;
+        * a file, there or not, with the name of the original layout's.
+
+    Where several presets share the checkpoint, one for each resolution class, it is the one that has the `size`
+    (height, width) in pixels; without a size, or with one that none of them has, that of the smallest class.
     """
-    presets = [load_preset(name) for name in preset_names()]
+    found = [preset for preset in _all_presets() if _is_checkpoint_of(preset, model)]
+    with_size = [preset for preset in found if size in preset.sizes]
+    return min(with_size or found, key=lambda preset: preset.scale_factor, default=None)
+
+
+@cache  # the files of the package stay as they are while it runs
+def _all_presets() -> tuple[Preset, ...]:
+    return tuple(load_preset(name) for name in preset_names())
+
+
+def _is_checkpoint_of(preset: Preset, model: str) -> bool:
+    folder, repository = preset.local_folder, preset.model
     if os.path.isdir(model):
-        return next((preset for preset in presets if _is_folder_of(preset, model)), None)
+        if folder is not None:
+            return folder.is_dir() and os.path.samefile(model, folder)
+        model = _repository_of_folder(os.path.abspath(model))
+        repository = repository if "/" in model else repository.partition("/")[2]
+    elif model.endswith(".safetensors"):
+        return os.path.basename(model) == preset.original_file
     if model.startswith(_OLD_OWNER):
         model = _OWNER + model.removeprefix(_OLD_OWNER)
-    return next((preset for preset in presets if preset.model == model), None)
+    return folder is None and model in (repository, repository.removesuffix(_DIFFUSERS))
 
 
-def _is_folder_of(preset: Preset, folder: str) -> bool:
-    if preset.local_folder is not None:
-        return preset.local_folder.is_dir() and os.path.samefile(folder, preset.local_folder)
-    return os.path.basename(os.path.abspath(folder)) == preset.model.partition("/")[2]
+def _repository_of_folder(path: str) -> str:
+    """Return owner/name of a folder .../models--owner--name/snapshots/REVISION of the Hub's cache, else its name."""
+    *_, cached, snapshots, name = ("", "", *Path(path).parts)
+    if snapshots == "snapshots" and cached.startswith("models--"):
+        return cached.removeprefix("models--").replace("--", "/", 1)
+    return name
+
+
+def _size_caution(preset: Preset, height: int, width: int) -> str:
+    """Return what is to be said of a size that the preset does not have."""
+
+    def distance(size: tuple[int, int]) -> tuple[float, int]:
+        return abs(math.log(size[0] * width / (size[1] * height))), abs(size[0] - height)
+
+    near_height, near_width = min(preset.sizes, key=distance)
+    factors = ", ".join(f"{factor:g}" for factor in preset.scale_factor)
+    name = _CLASSES.get(preset.scale_factor)
+    scale = f"RoPE scale ({factors})" + (f" of the {name} class" if name else "")
+    sentence = (
+        f"{height}x{width} (height x width) is no size that {preset.name} was trained for: it runs with the {scale}; "
+        f"the trained size nearest in shape is {near_height}x{near_width}"
+    )
+    for other in _all_presets():
+        if other.model == preset.model and (height, width) in other.sizes:
+            sentence += f"; the preset {other.name} of the same checkpoint has {height}x{width}"
+    return sentence
+
+
+def _differences(preset: Preset, transformer: Mapping[str, Any], scheduler: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what `Preset.differences` returns; the window is used as the checkpoint has it, whoever decides."""
+    ours = {"dense": "regular", "nabla": "nabla"}[preset.attention]
+    theirs = transformer.get("attention_type") or ours
+    by_preset = preset.attention_decided_by == "preset"
+    config, compared = "transformer/config.json", []
+    compared.append((config, "attention_type", theirs, ours, by_preset))
+    if ours == theirs == "nabla":  # otherwise there is nothing to compare: dense attention has neither
+        window = tuple(transformer.get(key) for key in ("attention_wT", "attention_wH", "attention_wW"))
+        compared.append((config, "attention_P", transformer.get("attention_P"), preset.nabla_P, by_preset))
+        compared.append(
+            (config, "attention_wT, wH, wW", None if None in window else window, preset.nabla_window, False)
+        )
+    compared.append(("scheduler/scheduler_config.json", "shift", scheduler.get("shift"), preset.shift, False))
+    for file, key, theirs, ours, by_preset in compared:
+        if theirs is not None and theirs != ours:
+            used = "preset" if by_preset else "checkpoint"
+            yield f"{file} has {key} {theirs!r}, the preset {preset.name} has {ours!r}: the {used}'s is used"
 
 
 def _read_preset(path: Path) -> Preset:
     import yaml
 
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        data = None if node is None else loader.construct_document(node)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"the preset {path} cannot be read: {error}") from error
     try:
+        if isinstance(node, yaml.MappingNode):
+            _raise_all(_repeated_keys([key.value for key, _ in node.value]))
         return _parse_preset(data, path.absolute().parent)
     except ValueError as error:
         raise ValueError(f"the preset {path} is not valid: {error}") from error
+
+
+def _repeated_keys(keys: list[str]) -> Iterator[str]:
+    for key in dict.fromkeys(keys):
+        if keys.count(key) > 1:  # YAML itself would take the last one
+            yield f"key {key!r} is given {keys.count(key)} times"
 
 
 def _parse_preset(data: object, folder: Path) -> Preset:
@@ -131,7 +242,7 @@ def _parse_preset(data: object, folder: Path) -> Preset:
         raise ValueError(f"it must map keys to values, got {type(data).__name__}")
     _raise_all(_wrong_keys(data))
     values, problems = {}, []
-    for key, parse in _PARSERS.items():
+    for key, parse in PARSERS.items():
         try:
             values[key] = parse(data[key])
         except ValueError as error:
@@ -152,116 +263,10 @@ def _wrong_keys(data: Mapping[Any, Any]) -> Iterator[str]:
             yield f"missing key {key!r}"
 
 
-def _broken_rules(preset: Preset) -> Iterator[str]:
-    """Yield every value that no run could honour, with its rule."""
-    if not os.path.isabs(preset.model) and not _HUB_ID.fullmatch(preset.model):
-        yield f"model must be owner/name on the Hub, an absolute path or ./folder, got {preset.model!r}"
-    if preset.attention not in ("nabla", "dense"):
-        yield f"attention must be 'nabla' or 'dense', got {preset.attention!r}"
-    elif preset.attention == "dense" and preset.nabla_P is not None:
-        yield f"nabla_P must be null with dense attention, got {preset.nabla_P}"
-    elif preset.attention == "nabla" and (preset.nabla_P is None or not 0 < preset.nabla_P <= 1):
-        yield f"nabla_P must be in (0, 1] with nabla attention, got {preset.nabla_P}"
-    for key in ("num_inference_steps", "shift", "fps", "max_sequence_length", "prompt_prefix_tokens"):
-        value = getattr(preset, key)
-        if value is not None and not value > 0:
-            yield f"{key} must be positive, got {value}"
-    if preset.guidance_scale < 1:
-        yield f"guidance_scale must be at least 1 (no guidance), got {preset.guidance_scale}"
-    if not min(preset.scale_factor) > 0:
-        yield f"scale_factor must be positive on each axis, got {preset.scale_factor}"
-    frames = preset.num_frames
-    if not 1 <= frames <= _MAX_FRAMES or frames % 4 != 1:
-        nearest = sorted({min(max(frames - (frames - 1) % 4 + step, 1), _MAX_FRAMES) for step in (0, 4)})
-        yield f"num_frames must be 4k + 1, at most {_MAX_FRAMES}, got {frames} (nearest: {nearest})"
-    yield from _broken_size_rules(preset)
-
-
-def _broken_size_rules(preset: Preset) -> Iterator[str]:
-    multiple = 16  # the VAE halves three times and a patch is 2x2
-    for height, width in dict.fromkeys(((preset.height, preset.width), *preset.sizes)):
-        if any(side % multiple or not 0 < side <= _MAX_PIXELS for side in (height, width)):
-            rule = f"multiples of {multiple}, at most {_MAX_PIXELS}"
-            yield f"height and width must be {rule}, got {height}x{width}"
-    if (preset.height, preset.width) not in preset.sizes:
-        yield f"height and width must be one of sizes {preset.sizes}, got {(preset.height, preset.width)}"
-
-
-def _raise_all(problems: Iterator[str] | list[str]) -> None:
+def _raise_all(problems: Iterable[str]) -> None:
     if listed := list(problems):
         raise ValueError("; ".join(listed))
 
 
 def _nearest(word: str, words: list[str]) -> str:
     return get_close_matches(word, words, n=1, cutoff=0.0)[0]
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError("text")
-    return value
-
-
-def _integer(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError("an integer")
-    return value
-
-
-def _number(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError("a number")
-    return float(value)
-
-
-def _sizes(value: object) -> tuple[tuple[int, int], ...]:
-    try:
-        return tuple((_integer(height), _integer(width)) for height, width in _nonempty_list(value))
-    except (TypeError, ValueError) as error:
-        raise ValueError("a list of [height, width], integers") from error
-
-
-def _scale_factor(value: object) -> tuple[float, float, float]:
-    try:
-        time, height, width = _nonempty_list(value)
-        return _number(time), _number(height), _number(width)
-    except ValueError as error:
-        raise ValueError("a list of three numbers [time, height, width]") from error
-
-
-def _nonempty_list(value: object) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise ValueError("a list")
-    return value
-
-
-def _optional(parse: Callable[[object], Any]) -> Callable[[object], Any]:
-    def parse_optional(value: object) -> Any:
-        try:
-            return None if value is None else parse(value)
-        except ValueError as error:
-            raise ValueError(f"{error} or null") from error
-
-    return parse_optional
-
-
-# One parser a field; a parser's ValueError says what the value must be.
-_PARSERS: dict[str, Callable[[object], Any]] = {
-    "name": _text,
-    "description": _text,
-    "model": _text,
-    "revision": _optional(_text),
-    "attention": _text,
-    "nabla_P": _optional(_number),
-    "num_inference_steps": _integer,
-    "guidance_scale": _number,
-    "shift": _number,
-    "num_frames": _integer,
-    "height": _integer,
-    "width": _integer,
-    "sizes": _sizes,
-    "scale_factor": _scale_factor,
-    "fps": _number,
-    "prompt_prefix_tokens": _optional(_integer),
-    "max_sequence_length": _integer,
-}
