@@ -1,22 +1,24 @@
 """The suite is offline and hermetic, and runs GPU tests only where there is a GPU."""
 
+import logging
 import os
 import shutil
 import socket
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
-import torch
-
-from kandinsky5_nabla.configs import load_preset
-from kandinsky5_nabla.pipeline import Kandinsky5NablaPipeline
 
 # Set before any Hugging Face library reads them; the subprocesses of tests inherit them. A cache of
 # its own keeps what the user has downloaded from deciding a test.
 _hf_home = tempfile.TemporaryDirectory(prefix="hf-home-")
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HOME=_hf_home.name)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from kandinsky5_nabla.configs import load_preset  # noqa: E402
+from kandinsky5_nabla.pipeline import Kandinsky5NablaPipeline  # noqa: E402
 
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
@@ -81,10 +83,12 @@ def pipe(_shared_pipe: Kandinsky5NablaPipeline) -> Kandinsky5NablaPipeline:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo checkpoint with weights that nothing can read: who comes as far fails with exit code 1."""
+    """The demo checkpoint with sound headers and no number in its weights: who uses them fails with exit code 1."""
     folder = shutil.copytree(load_preset("demo").model, tmp_path_factory.mktemp("checkpoint") / "copy")
     for weights in folder.rglob("*.safetensors"):
-        weights.write_bytes(b"no weights")
+        content = weights.read_bytes()
+        header = 8 + int.from_bytes(content[:8], "little")
+        weights.write_bytes(content[:header] + b"\xff" * (len(content) - header))  # NaN in every dtype
     return folder
 
 
@@ -94,3 +98,27 @@ def fresh_pipe() -> Kandinsky5NablaPipeline:
     pipe = _demo_pipeline()
     pipe.transformer.set_attention_backend("NABLA_REFERENCE")
     return pipe
+
+
+@pytest.fixture
+def as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty working folder and one thread, and afterwards no trace of a run that took this process for its own.
+
+    A run sets how warnings and logs are shown; here this is undone.
+    """
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(logging.getLogger("kandinsky5_nabla"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("kandinsky5_nabla.attention"), "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger("bitsandbytes.autograd._functions"), "level", logging.NOTSET)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model is not faster on more, and much slower where others use them
+    levels = [(library, library.get_verbosity()) for library in (diffusers_logging, transformers_logging)]
+    yield
+    torch.set_num_threads(threads)
+    for library, level in levels:
+        library.set_verbosity(level)
+        library.enable_progress_bar()
