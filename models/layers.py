@@ -109,6 +109,15 @@ class Modulation(Float32Module):
             return self.out_layer(F.silu(time_BE.float())).unsqueeze(1).chunk(self.num_params, dim=-1)
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of q or k, in fp32 whatever the dtype of its weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return fp32 in the shape of x, normalised over its last axis."""
+        weight = self.weight.float()  # read inside the module's own forward, where offloading has put it in place
+        return F.rms_norm(x.float(), weight.shape, weight, torch.finfo(torch.float32).eps)
+
+
 class Attention(nn.Module):
     """Multi-head attention with RMSNorm on q and k, and RoPE where a table is given."""
 
@@ -119,8 +128,8 @@ class Attention(nn.Module):
         self.to_query = nn.Linear(model_dim, model_dim)
         self.to_key = nn.Linear(model_dim, model_dim)
         self.to_value = nn.Linear(model_dim, model_dim)
-        self.query_norm = nn.RMSNorm(head_dim)
-        self.key_norm = nn.RMSNorm(head_dim)
+        self.query_norm = HeadNorm(head_dim)
+        self.key_norm = HeadNorm(head_dim)
         self.out_layer = nn.Linear(model_dim, model_dim)
         self.impl: AttentionImpl | None = None
 
@@ -152,8 +161,7 @@ class Attention(nn.Module):
 
     def _heads(self, x_BSM: torch.Tensor, norm: nn.RMSNorm, rope: Rope | None) -> torch.Tensor:
         """Split into heads, normalise and rotate in fp32; round once, to the dtype of x."""
-        x_BSHD = x_BSM.unflatten(-1, (self.num_heads, -1)).float()
-        x_BSHD = F.rms_norm(x_BSHD, (self.head_dim,), norm.weight.float(), torch.finfo(torch.float32).eps)
+        x_BSHD = norm(x_BSM.unflatten(-1, (self.num_heads, -1)))
         return (x_BSHD if rope is None else apply_rope(x_BSHD, rope)).to(x_BSM.dtype)
 
     def _run_backend(
