@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.loaders.peft import PeftAdapterMixin
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
@@ -28,7 +29,7 @@ DEFAULT_BACKENDS = {"nabla": "NABLA_ATTN", "regular": "SDPA"}
 """Attention backend by the config key `attention_type`."""
 
 
-class Kandinsky5Transformer(ModelMixin, ConfigMixin):
+class Kandinsky5Transformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
     """Predicts the velocity of a latent video (numerics.md, "Transformer").
 
     Config keys and parameter names are those of the published files. The keys `attention_causal`,
@@ -40,6 +41,8 @@ class Kandinsky5Transformer(ModelMixin, ConfigMixin):
     """
 
     _keep_in_fp32_modules = ("time_embeddings", "modulation")
+    # What layerwise casting must leave alone; norms are on diffusers' own list, and the fp32 modules are added to it.
+    _skip_layerwise_casting_patterns = ("text_embeddings", "visual_embeddings", "^out_layer")
     _no_split_modules = ("TextBlock", "VisualBlock")
     _repeated_blocks = ("TextBlock", "VisualBlock")
 
@@ -92,6 +95,16 @@ class Kandinsky5Transformer(ModelMixin, ConfigMixin):
     def attention_backend(self) -> type[AttentionBackend]:
         """The backend of the visual self-attention."""
         return self._attention_backend
+
+    def load_lora_adapter(self, pretrained_model_name_or_path_or_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a LoRA from a state dict, as in diffusers; `pipe.load_lora_weights` reads files, and checks them.
+
+        Raises:
+            ValueError: for anything but a dict: the inherited method reads pickle files, which can run code.
+        """
+        if not isinstance(pretrained_model_name_or_path_or_dict, dict):
+            raise ValueError("load_lora_adapter takes a state dict; pipe.load_lora_weights reads files")
+        return super().load_lora_adapter(pretrained_model_name_or_path_or_dict, *args, **kwargs)
 
     def set_attention_backend(self, backend: str) -> None:
         """Choose the backend of the visual self-attention, by a name of `list_attention_backends()`.
