@@ -7,24 +7,30 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.loaders import KandinskyLoraLoaderMixin
 from diffusers.video_processor import VideoProcessor
 from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
 
 from ..configs import find_preset, load_preset
+from ..configs.tiles import Tile
 from ..models.text_encoder import QwenTextEncoder
 from ..models.transformer import Kandinsky5Transformer
 from .checks import Geometry, Settings
-from .components import to_loaders, to_published
+from .components import LOADERS, to_loaders, to_published
 from .decode import decode_latents
 from .denoise import Guidance, denoise
 from .embeddings import GivenText, for_transformer, number_of_prompts, split_rows
+from .hub import fetch
 from .latents import draw_noise, require_finite
+from .lora import LoraMixin, with_triggers
 from .output import Kandinsky5PipelineOutput
 from .request import CALLBACK_TENSORS, Request, resolve_request
+from .safety import require_loadable
 from .schedule import make_sigmas
 from .text import TextEmbeddings, check_prefix_length, encode_prompts
 
@@ -37,7 +43,7 @@ Callback = Callable[["Kandinsky5NablaPipeline", int, torch.Tensor, dict[str, Any
 """Called as `callback(pipe, step, timestep, tensors)`; may return tensors that replace those it was given."""
 
 
-class Kandinsky5NablaPipeline(DiffusionPipeline):
+class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipeline):
     """Kandinsky 5 text-to-video with NABLA attention.
 
     Args:
@@ -85,6 +91,8 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
             logger.warning("no preset is known for this checkpoint: the defaults are those of %s", FALLBACK_PRESET)
         else:
             self.register_to_config(preset=preset)
+            if self.defaults.attention_decided_by == "preset":
+                transformer.set_attention_backend("NABLA_ATTN" if self.defaults.attention == "nabla" else "SDPA")
             if tokenizer is not None:
                 check_prefix_length(tokenizer, self.defaults.prompt_prefix_tokens)
         self.video_processor = VideoProcessor(vae_scale_factor=vae.config["spatial_compression_ratio"])
@@ -203,10 +211,12 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
     def resolve_settings(self, **given: Any) -> Settings:
         """Return the numbers of a call (`Settings`): what is given and not None, else the checkpoint's.
 
-        The checkpoint's shift is that of its scheduler_config.json and its P that of transformer/config.json;
-        everything else is the preset's.
+        The checkpoint's shift is that of its scheduler_config.json and its P that of transformer/config.json, unless
+        the preset decides on P; everything else is the preset's.
         """
-        geometry, P = self.geometry, self.transformer.config["attention_P"]
+        geometry = self.geometry
+        decides = self.defaults.attention_decided_by == "checkpoint"
+        P = self.transformer.config["attention_P"] if decides else None
         if given.get("shift") is None and self.scheduler is not None:
             given["shift"] = self.scheduler.config["shift"]
         if given.get("nabla_P") is None and geometry.nabla and P is not None:
@@ -228,19 +238,24 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
             dtype=self.transformer.dtype,
         )
 
-    def decode(self, latents: torch.Tensor, output_type: str = "pil") -> Any:
+    def decode(self, latents: torch.Tensor, output_type: str = "pil", tile: Tile | None = None) -> Any:
         """Return the frames of latents `[B, T, H, W, C]`, as `Kandinsky5PipelineOutput.frames` describes.
+
+        `tile` is a row of `configs.tiles`, by default the first: smaller ones take less memory.
 
         Raises:
             ValueError: if the latents are not finite.
         """
         require_finite(latents, "that were to be decoded")
-        video_BCFHW = decode_latents(self.vae, latents, self._execution_device)
+        video_BCFHW = decode_latents(self.vae, latents, self._execution_device, tile)
         return self.video_processor.postprocess_video(video_BCFHW, output_type)
 
     def _encode(self, request: Request) -> Guidance:
         """Encode what is not encoded yet, all of it at once, so that offloaded encoders move only once."""
-        sources = [source for source in (request.positive, request.negative) if source is not None]
+        positive = request.positive
+        if isinstance(positive, list):
+            positive = with_triggers(positive, self.acting_trigger_words)
+        sources = [source for source in (positive, request.negative) if source is not None]
         lists = [source for source in sources if isinstance(source, list)]
         rows = iter(())
         if lists:
@@ -300,14 +315,37 @@ class Kandinsky5NablaPipeline(DiffusionPipeline):
                 out it is found by the repository's name or the folder's model_index.json.
 
         Raises:
-            ValueError: if the checkpoint is of another model, or names a class that is not on the list.
+            OSError: if the checkpoint cannot be fetched, or a file of it is missing.
+            ValueError: if the checkpoint is of another model, names code or a class that is not on the list, or has
+                tensors that are damaged or do not fit; before any weights are read.
         """
+        refused = {"custom_pipeline": None, "trust_remote_code": False, "use_safetensors": True, "variant": None}
+        for name, only in refused.items():
+            if kwargs.pop(name, None) not in (None, only):
+                raise ValueError(f"from_pretrained: only {name}={only} is supported: weights and settings, no code")
         given = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or torch.float32
         kwargs["dtype"] = given if isinstance(given, dict) else {"default": given, "vae": torch.float32}
-        preset = find_preset(str(pretrained_model_name_or_path))
+        source = str(pretrained_model_name_or_path)
+        preset = find_preset(source)
         if preset is not None:
             kwargs.setdefault("preset", preset.name)
-        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        hub = {name: kwargs.pop(name, None) for name in ("revision", "cache_dir", "token", "local_files_only")}
+        if not os.path.isdir(source):
+            offline = bool(hub.pop("local_files_only"))
+            source = str(fetch(source, **hub, offline=offline).folder)  # pyright: ignore[reportArgumentType]
+        require_loadable(Path(source), without=[name for name in LOADERS if name in kwargs])
+        return super().from_pretrained(source, **kwargs)
+
+    @classmethod
+    def from_single_file(cls, file: str | os.PathLike, **kwargs: Any) -> Kandinsky5NablaPipeline:
+        """Load a transformer of the original layout, one safetensors file, and its other parts.
+
+        `kwargs` (preset, vae, text_encoder, text_encoder_2, torch_dtype, cache_dir, token, offline) and the errors
+        are those of `pipeline.single_file.load_single_file`.
+        """
+        from .single_file import load_single_file
+
+        return load_single_file(cls, file, **kwargs)
 
     @classmethod
     def load_config(cls, *args: Any, **kwargs: Any) -> Any:

@@ -6,10 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 DTYPES = ("float32", "bfloat16", "float16")
-OFFLOADS = ("none", "model", "sequential")
+OFFLOADS = ("auto", "none", "model", "group", "sequential")
 
 
 class BadUsage(Exception):
@@ -38,7 +39,13 @@ def add_model(parser: argparse.ArgumentParser, default: str) -> None:
     """Add the preset, with the name of the one that runs where neither is given, and the checkpoint."""
     add = parser.add_argument_group("model").add_argument
     add("--config", metavar="NAME|FILE.yaml", help=f"a preset, such as demo (default: {default})")
-    add("--model", metavar="HUB_ID|FOLDER", help="a checkpoint in the Diffusers layout (default: the preset's)")
+    add("--model", metavar="HUB_ID|FOLDER|FILE", help="a checkpoint, or its transformer's .safetensors file")
+    add("--vae", type=Path, metavar="FOLDER", help="for a FILE; like the next two it is downloaded if left out")
+    add("--text-encoder", type=Path, metavar="FOLDER", help="Qwen2.5-VL with its tokenizer")
+    add("--text-encoder-2", type=Path, metavar="FOLDER", help="CLIP with its tokenizer")
+    add("--lora", action="append", default=[], metavar="FILE[:SCALE]", help="repeat it for several")
+    add("--cache-dir", type=Path, metavar="FOLDER", help="of downloads (default: the Hub's cache)")
+    add("--offline", action="store_true", help="open no connection")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +62,11 @@ def add_running(group: argparse._ArgumentGroup) -> None:
     """Add where and how it runs."""
     add = group.add_argument
     add("--device", metavar="cpu|cuda[:N]", help="default: cuda; the demo runs on a CPU where there is no cuda")
-    add("--dtype", choices=DTYPES, help="of the transformer and text encoders (default: bfloat16, on a CPU float32)")
-    add("--offload", choices=OFFLOADS, default="none", help="keep parts that do not run in CPU memory")
+    add("--dtype", choices=DTYPES, help="of transformer and text encoders (default: bfloat16, on a CPU float32)")
+    add("--dit-dtype", metavar="fp8", help="store the transformer's weights so")
+    add("--text-encoder-dtype", metavar="int8|nf4", help="store Qwen's weights so; needs bitsandbytes")
+    add("--offload", choices=OFFLOADS, default="auto", help="keep what does not run in CPU memory (default: auto)")
+    add("--vae-tile", metavar="NAME", help="decode in tiles such as 192x16: less memory, slightly other pixels")
     add("--debug", action="store_true", help="show the traceback of an error")
 
 

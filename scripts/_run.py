@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import sys
@@ -9,15 +10,23 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kandinsky5_nabla.models.text_encoder import QwenTextEncoder
 from kandinsky5_nabla.pipeline import Kandinsky5NablaPipeline, export_video
 from kandinsky5_nabla.pipeline.attention_report import AttentionRecord, recorded_attention, report_of
 from kandinsky5_nabla.pipeline.embeddings import split_rows
+from kandinsky5_nabla.pipeline.embeds_file import EncodedTexts, save_embeds
 from kandinsky5_nabla.pipeline.latents import save_latents
+from kandinsky5_nabla.pipeline.lora import load_loras, with_triggers
+from kandinsky5_nabla.pipeline.offload import apply as place
+from kandinsky5_nabla.pipeline.offload import release
+from kandinsky5_nabla.pipeline.precision import cast_transformer, compute_dtype, text_encoder_quantization
 from kandinsky5_nabla.pipeline.text import DEFAULT_NEGATIVE_PROMPT, TextEmbeddings
+from kandinsky5_nabla.scripts._memory import plan_memory
 from kandinsky5_nabla.scripts._outputs import write_json
 from kandinsky5_nabla.scripts._setup import NOTHING_TO_REPORT
 
@@ -39,54 +48,111 @@ def run(plan: Plan, on_video: Callable[[dict[str, Any]], None]) -> dict[str, Any
     setup = plan.setup
     spent: dict[str, float] = {}
     with stage("load", spent, f"loading {setup.model}"):
-        pipe = load(setup)
+        pipe, setup = load(setup)
     settings = pipe.resolve_settings(**setup.given)
     if plan.report is not None and settings.nabla_P is None:
         raise RuntimeError(f"the report cannot be made: {NOTHING_TO_REPORT}; leave --report out")
-    with stage("text", spent, "encoding the text"):
-        texts = _encode(pipe, plan)
+    with stage("text", spent, "encoding the text" if plan.embeds is None else f"reading {plan.embeds.path}"):
+        texts = _encode(pipe, plan) if plan.embeds is None else plan.embeds.texts
+        arguments = _arguments_of(texts, [video.prompt for video in plan.videos], guided=settings.guidance_scale != 1)
+    if plan.save_embeds is not None:
+        with stage("text", {}, f"writing {plan.save_embeds}"):
+            save_embeds(
+                plan.save_embeds,
+                texts,
+                model=setup.model,
+                revision=setup.checkpoint.commit,
+                dtype=setup.text_encoder_dtype,
+                overwrite=plan.overwrite,
+            )
+    assert setup.memory is not None, "load has planned it"
+    if setup.memory.release:
+        release(pipe, "text_encoder", "text_encoder_2")
+    run = Run(pipe, plan, setup, settings, pipe.transformer.attention_backend.get_name())
     videos, reports = [], []
     for video in plan.videos:
         with _recording(pipe, plan) as records:
-            videos.append(_make_video(pipe, plan, settings, video, texts[video.prompt], spent))
+            videos.append(_make_video(run, video, arguments[video.prompt], spent))
         on_video(videos[-1])
         if plan.report is not None:
             named = {name: videos[-1][name] for name in ("file", "seed", "prompt")}
             reports.append({**named, "report": report_of(records)})
             with stage("report", {}, f"writing {plan.report}"):  # again after each video: a later one may fail
                 write_json(plan.report, reports, overwrite=plan.overwrite or len(reports) > 1)
-    return {**plan.describe(settings), "attention": pipe.transformer.attention_backend.get_name(), "videos": videos}
+    described = plan.describe() | setup.describe(settings, run.attention)
+    return {**described, "videos": videos}
 
 
-def load(setup: Setup) -> Kandinsky5NablaPipeline:
-    """Return the pipeline of a setup, on its device."""
-    pipe = Kandinsky5NablaPipeline.from_pretrained(
-        setup.model, dtype=getattr(torch, setup.dtype), preset=setup.config, revision=setup.preset.revision
-    )
+def load(setup: Setup) -> tuple[Kandinsky5NablaPipeline, Setup]:
+    """Return the pipeline of a setup, placed as its memory plan says, and the setup with all that is known now.
+
+    Raises:
+        OSError: if the checkpoint cannot be fetched.
+        ValueError: if it is not what it should be, or does not fit into the memory.
+    """
+    checkpoint = setup.checkpoint.fetched()
+    setup = dataclasses.replace(setup, checkpoint=checkpoint)
+    setup = dataclasses.replace(setup, memory=plan_memory(setup))
+    assert setup.memory is not None, "the checkpoint is here"
+    pipe = _folder(setup) if checkpoint.file is None else _single_file(setup, checkpoint.file)
     if setup.attention is not None:
         pipe.transformer.set_attention_backend(setup.attention)
-    if setup.offload == "model":
-        pipe.enable_model_cpu_offload(device=setup.device)
-    elif setup.offload == "sequential":
-        pipe.enable_sequential_cpu_offload(device=setup.device)
-    else:
-        pipe.to(setup.device)
+    load_loras(pipe, setup.loras)
+    if setup.dit_dtype != setup.dtype:
+        cast_transformer(pipe.transformer, setup.dit_dtype, getattr(torch, setup.dtype))
+    place(pipe, setup.memory, setup.device)
     pipe.set_progress_bar_config(desc="denoise", disable=None, dynamic_ncols=True)  # None: no bar where no terminal
-    return pipe
+    return pipe, setup
+
+
+def _folder(setup: Setup) -> Kandinsky5NablaPipeline:
+    checkpoint = setup.checkpoint
+    assert checkpoint.folder is not None, "it was fetched"
+    given: dict[str, Any] = dict.fromkeys(checkpoint.left_out)
+    if setup.text_encoder_dtype != setup.dtype and not checkpoint.without_text:
+        given["text_encoder"] = QwenTextEncoder.from_pretrained(
+            checkpoint.folder / "text_encoder",
+            dtype=compute_dtype(setup.text_encoder_dtype, setup.device),
+            quantization_config=text_encoder_quantization(setup.text_encoder_dtype, setup.device),
+        )
+    dtypes = {"default": getattr(torch, setup.dtype), "vae": torch.float32}
+    return Kandinsky5NablaPipeline.from_pretrained(checkpoint.folder, dtype=dtypes, preset=checkpoint.config, **given)
+
+
+def _single_file(setup: Setup, file: Path) -> Kandinsky5NablaPipeline:
+    checkpoint = setup.checkpoint
+    return Kandinsky5NablaPipeline.from_single_file(
+        file,
+        preset=checkpoint.config,
+        without=checkpoint.left_out,
+        torch_dtype=getattr(torch, setup.dtype),
+        text_encoder_dtype=compute_dtype(setup.text_encoder_dtype, setup.device),
+        quantization_config=text_encoder_quantization(setup.text_encoder_dtype, setup.device),
+        cache_dir=checkpoint.cache_dir,
+        offline=checkpoint.offline,
+        **checkpoint.parts,
+    )
 
 
 def _recording(pipe: Kandinsky5NablaPipeline, plan: Plan) -> AbstractContextManager[list[AttentionRecord]]:
     return nullcontext([]) if plan.report is None else recorded_attention(pipe.transformer)
 
 
-def _encode(pipe: Kandinsky5NablaPipeline, plan: Plan) -> dict[str, dict[str, torch.Tensor]]:
-    """Return for each prompt the arguments of the pipeline that stand for its text, all encoded in one go."""
+def _encode(pipe: Kandinsky5NablaPipeline, plan: Plan) -> EncodedTexts:
+    """Encode all prompts in one go, and what they are guided against."""
     prompts = list(dict.fromkeys(video.prompt for video in plan.videos))
     negative = DEFAULT_NEGATIVE_PROMPT if plan.setup.negative_prompt is None else plan.setup.negative_prompt
     guided = pipe.resolve_settings(**plan.setup.given).guidance_scale != 1
-    rows = split_rows(pipe.encode_prompt([*prompts, negative] if guided else prompts), [1] * (len(prompts) + guided))
-    against = _arguments(rows.pop(), "negative_") if guided else {}
-    return {prompt: _arguments(row, "") | against for prompt, row in zip(prompts, rows, strict=True)}
+    texts = with_triggers(prompts, pipe.acting_trigger_words)
+    rows = split_rows(pipe.encode_prompt([*texts, negative] if guided else texts), [1] * (len(prompts) + guided))
+    against = (negative, rows.pop()) if guided else None
+    return EncodedTexts(dict(zip(prompts, rows, strict=True)), against)
+
+
+def _arguments_of(texts: EncodedTexts, prompts: list[str], guided: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """Return for each prompt the arguments of the pipeline that stand for its text."""
+    against = _arguments(texts.negative[1], "negative_") if guided and texts.negative is not None else {}
+    return {prompt: _arguments(texts.prompt(prompt), "") | against for prompt in prompts}
 
 
 def _arguments(text: TextEmbeddings, prefix: str) -> dict[str, torch.Tensor]:
@@ -97,30 +163,36 @@ def _arguments(text: TextEmbeddings, prefix: str) -> dict[str, torch.Tensor]:
     }
 
 
-def _make_video(
-    pipe: Kandinsky5NablaPipeline,
-    plan: Plan,
-    settings: Settings,
-    video: Video,
-    text: dict[str, torch.Tensor],
-    before: dict[str, float],
-) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What all videos of a run share: the loaded pipeline, what was planned, and what is known since it was loaded."""
+
+    pipe: Kandinsky5NablaPipeline
+    plan: Plan
+    setup: Setup
+    settings: Settings
+    attention: str
+
+
+def _make_video(run: Run, video: Video, text: dict[str, torch.Tensor], before: dict[str, float]) -> dict[str, Any]:
     """Make one video; its latents are on disk from the last step until the MP4 is complete."""
-    spent = dict(before)
+    spent, pipe, settings, fps = dict(before), run.pipe, run.settings, run.setup.preset.fps
     with stage("denoise", spent, f"denoising in {settings.num_inference_steps} steps, seed {video.seed}"):
-        latents = pipe(**text, **plan.setup.given, seed=video.seed, output_type="latent").frames
-        save_latents(video.latents, latents, prompt=video.prompt, seed=video.seed, fps=plan.setup.preset.fps)
+        latents = pipe(**text, **run.setup.given, seed=video.seed, output_type="latent").frames
+        save_latents(video.latents, latents, prompt=video.prompt, seed=video.seed, fps=fps)
     kept = f"the latents are kept in {video.latents}"
     with stage("decode", spent, "decoding", kept):
-        frames = pipe.decode(latents, "np")[0]
+        if run.setup.memory is not None and run.setup.memory.release and len(run.plan.videos) == 1:
+            release(pipe, "transformer")
+        frames = pipe.decode(latents, "np", run.setup.tile)[0]
     with stage("export", spent, f"writing {video.output}", kept):
         export_video(
             frames,
             video.output,
-            plan.setup.preset.fps,
-            overwrite=plan.overwrite,
+            fps,
+            overwrite=run.plan.overwrite,
             num_frames=settings.num_frames,
-            comment=_record(pipe, plan, settings, video),
+            comment=_record(run, video),
         )
     video.latents.unlink()
     return {
@@ -129,17 +201,16 @@ def _make_video(
         "width": settings.width,
         "height": settings.height,
         "num_frames": settings.num_frames,
-        "fps": plan.setup.preset.fps,
+        "fps": fps,
         "seed": video.seed,
         "seconds": {stage: round(seconds, 2) for stage, seconds in spent.items()},
     }
 
 
-def _record(pipe: Kandinsky5NablaPipeline, plan: Plan, settings: Settings, video: Video) -> str:
+def _record(run: Run, video: Video) -> str:
     """Return what made a video, as JSON for the file itself; no times, so that the same run gives the same bytes."""
-    record = plan.setup.describe(settings)
-    record["attention"] = pipe.transformer.attention_backend.get_name()
-    negative = plan.setup.negative_prompt
+    record = run.setup.describe(run.settings, run.attention)
+    negative = run.setup.negative_prompt
     return json.dumps({"prompt": video.prompt, "seed": video.seed, "negative_prompt": negative, **record})
 
 
@@ -168,6 +239,7 @@ def speak_plainly() -> None:
     for library in (diffusers_logging, transformers_logging):
         library.set_verbosity_error()
         library.disable_progress_bar()
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a line for each layer and prompt
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     handler = logging.StreamHandler()
     handler.addFilter(_name_warnings)

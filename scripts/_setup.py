@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import dataclasses
 import re
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from kandinsky5_nabla.configs import Preset, find_preset, load_preset, preset_names
+from kandinsky5_nabla.configs import Preset
+from kandinsky5_nabla.configs.tiles import Tile, find_tile
 from kandinsky5_nabla.pipeline.checks import Geometry, Report, Settings, frames_of_duration
-from kandinsky5_nabla.pipeline.components import to_loaders
+from kandinsky5_nabla.pipeline.lora_files import LoraRequest
+from kandinsky5_nabla.pipeline.memory import MemoryPlan
+from kandinsky5_nabla.pipeline.precision import full_dtype_name, precision_problems
+from kandinsky5_nabla.scripts._checkpoint import DEFAULT_PRESET, Checkpoint, find_checkpoint, find_loras
+from kandinsky5_nabla.scripts._memory import plan_memory
 
-DEFAULT_PRESET = "lite-t2v-10s-sft"
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # "./name" is a folder
 NOTHING_TO_REPORT = "attention is dense here and keeps every block, so there is nothing to report"
 
 
@@ -32,24 +33,24 @@ class Setup:
     """What a run of the pipeline needs besides prompts and files.
 
     Attributes:
-        config: name or file of the preset.
-        preset: where the defaults come from.
-        model: folder or Hub id.
-        transformer: the checkpoint's transformer/config.json; empty where it does not lie here.
+        checkpoint: where the models come from, with the preset of the defaults.
         given: the numbers that were given, by the names of `Settings`; None for those that were not.
         settings: all the numbers, as far as they are known before the checkpoint is loaded.
         negative_prompt: None for the authors' text.
         attention: name of the backend, None for the checkpoint's.
         sparse: whether the attention is NABLA's, as far as it is known before the checkpoint is loaded.
         device: "cpu", "cuda" or "cuda:N".
-        dtype: of the transformer and the text encoders.
-        offload: "none", "model" or "sequential".
+        dtype: what is computed in.
+        text_encoder_dtype, dit_dtype: what the weights are kept in, where that is something else.
+        offload: as asked: "auto", or a way of `pipeline.memory`.
+        tile: of the VAE; None for the first of the table.
+        num_videos: videos in all.
+        memory: the plan; None where the sizes of the checkpoint are not known before it is downloaded.
+        loras: LoRAs with their scales.
+        cautions: sentences about what may not come out as expected.
     """
 
-    config: str
-    preset: Preset
-    model: str
-    transformer: dict[str, Any]
+    checkpoint: Checkpoint
     given: dict[str, Any]
     settings: Settings
     negative_prompt: str | None
@@ -57,40 +58,66 @@ class Setup:
     sparse: bool
     device: str
     dtype: str
+    text_encoder_dtype: str
+    dit_dtype: str
     offload: str
+    tile: Tile | None
+    num_videos: int
+    memory: MemoryPlan | None
+    loras: list[LoraRequest]
+    cautions: list[str]
 
-    def describe(self, settings: Settings | None = None) -> dict[str, Any]:
-        """Return the setup as plain values, with the settings that the checkpoint gave once it was loaded."""
+    @property
+    def preset(self) -> Preset:
+        """The preset of the defaults."""
+        return self.checkpoint.preset
+
+    @property
+    def model(self) -> str:
+        """Folder, Hub id or file of the checkpoint."""
+        return self.checkpoint.model
+
+    def describe(self, settings: Settings | None = None, attention: str | None = None) -> dict[str, Any]:
+        """Return the setup as plain values, with what is known once the checkpoint is loaded."""
+        commit = self.checkpoint.commit
         numbers = asdict(settings or self.settings)
         del numbers["num_videos"]  # each video has a line of its own
+        dtypes = {"text_encoder_dtype": self.text_encoder_dtype, "dit_dtype": self.dit_dtype}
+        loras = [f"{lora.path}:{lora.scale:g}" for lora in self.loras]
         return {
             "preset": self.preset.name,
             "model": self.model,
+            **({"revision": commit} if commit else {}),
+            **({"loras": loras} if loras else {}),
             **numbers,
             "fps": self.preset.fps,
-            "attention": self.attention or "the checkpoint's",
+            "attention": attention or self.attention or "the checkpoint's",
             "device": self.device,
             "dtype": self.dtype,
-            "offload": self.offload,
+            **{name: dtype for name, dtype in dtypes.items() if dtype != self.dtype},
+            "offload": self.offload if self.memory is None else self.memory.offload,
+            **({} if self.tile is None else {"vae_tile": self.tile.name}),
         }
 
 
 def make_setup(
-    report: Report, args: argparse.Namespace, num_videos: int = 1, default_preset: str = DEFAULT_PRESET
+    report: Report,
+    args: argparse.Namespace,
+    num_videos: int = 1,
+    num_prompts: int = 1,
+    default_preset: str = DEFAULT_PRESET,
 ) -> Setup:
-    """Return the setup of parsed arguments; what is wrong with them goes into the report.
+    """Return the setup of parsed arguments, for so many videos of each prompt; what is wrong goes into the report.
 
     `default_preset` is for arguments that name neither a preset nor a model.
 
     Raises:
         BadInput: without a preset, since then there are no defaults to check the rest against.
     """
-    preset = report.attempt(_preset, args, default_preset)
-    if preset is None:
+    checkpoint = find_checkpoint(report, args, default_preset)
+    if checkpoint is None:
         raise BadInput(report.problems)
-    model = args.model or preset.model
-    report.attempt(_check_model, model)
-    configs = _read_configs(report, Path(model))
+    preset, configs = checkpoint.preset, checkpoint.configs
     geometry = _geometry(report, args.attention, configs, preset)
     given = {
         "height": args.height,
@@ -101,26 +128,51 @@ def make_setup(
         "shift": args.shift,
         "nabla_P": args.nabla_p,
     }
-    known = _numbers_of(configs, geometry) | {name: v for name, v in given.items() if v is not None}
+    known = _numbers_of(configs, geometry, preset) | {name: v for name, v in given.items() if v is not None}
     settings = Settings.from_preset(preset, geometry, **known, num_videos=num_videos)
-    report.add(settings.problems(geometry))
+    problems = settings.problems(geometry)
+    report.add(problems)
+    before = len(report.problems)
     device = _device(report, args.device, preset)
-    if args.offload != "none" and device == "cpu":
+    if args.offload not in ("auto", "none") and device == "cpu":
         report.add([f"--offload {args.offload}: moves parts to the CPU, and this run is on it; leave it out"])
-    return Setup(
-        args.config or preset.name,
-        preset,
-        model,
-        configs["transformer"],
+    dtype = args.dtype or ("float32" if device == "cpu" else "bfloat16")
+    setup = Setup(
+        checkpoint,
         given,
         settings,
         args.negative_prompt,
         args.attention,
         geometry.nabla,
         device,
-        args.dtype or ("float32" if device == "cpu" else "bfloat16"),
+        dtype,
+        full_dtype_name(args.text_encoder_dtype or dtype),
+        full_dtype_name(args.dit_dtype or dtype),
         args.offload,
+        None if args.vae_tile is None else report.attempt(find_tile, args.vae_tile),
+        num_videos * num_prompts,
+        None,
+        find_loras(report, args.lora, checkpoint),
+        [] if problems else _cautions(args, checkpoint, settings),
     )
+    if len(report.problems) == before:  # the device exists
+        report.add(precision_problems(setup.text_encoder_dtype, setup.dit_dtype, device))
+    if report.problems:  # a plan of memory would be about another run
+        return setup
+    return dataclasses.replace(setup, memory=report.attempt(plan_memory, setup))
+
+
+def _cautions(args: argparse.Namespace, checkpoint: Checkpoint, settings: Settings) -> list[str]:
+    """Return what a user should know before hours of work; nothing about numbers that were given."""
+    preset = checkpoint.preset
+    transformer = dict(checkpoint.configs["transformer"])
+    scheduler = {} if args.shift is not None else checkpoint.configs["scheduler"]
+    if args.nabla_p is not None:
+        transformer.pop("attention_P", None)
+    if args.attention is not None:
+        transformer.pop("attention_type", None)
+    differences = preset.differences(transformer, scheduler)
+    return preset.cautions(settings.num_frames, settings.height, settings.width) + differences
 
 
 def seed_problems(seed: int, num_videos: int = 1) -> list[str]:
@@ -130,55 +182,11 @@ def seed_problems(seed: int, num_videos: int = 1) -> list[str]:
     return [f"seed {seed}: must be from 0 to 2**63 - 1"]
 
 
-def _preset(args: argparse.Namespace, default: str) -> Preset:
-    """Return the preset that was named, or the model's own, or the default."""
-    if args.config is not None:
-        return load_preset(args.config)
-    if args.model is None:
-        return load_preset(default)
-    found = find_preset(args.model)
-    if found is not None:
-        return found
-    index = _read_json(Path(args.model) / "model_index.json")
-    return load_preset(index.get("preset") or DEFAULT_PRESET)
-
-
-def _check_model(model: str) -> None:
-    if model.endswith(".safetensors"):
-        raise ValueError(f"model {model}: a single file is not supported yet; give a folder in the Diffusers layout")
-    if os.path.isdir(model):
-        missing = [
-            name
-            for name in ("model_index.json", "transformer/config.json", "vae/config.json")
-            if not os.path.isfile(os.path.join(model, name))
-        ]
-        if missing:
-            raise ValueError(f"model folder {model}: {', '.join(missing)} is missing; it is no Diffusers layout")
-        _check_classes(Path(model) / "model_index.json")
-    elif not HUB_ID.fullmatch(model):
-        raise ValueError(
-            f"model {model!r}: there is no such folder, and it is no Hub id (owner/name); "
-            f"the presets are {', '.join(preset_names())} (--config)"
-        )
-
-
-def _check_classes(index: Path) -> None:
-    content = _read_json(index)
-    try:
-        to_loaders(content)
-    except ValueError as error:
-        raise ValueError(f"{index.parent}: {error}") from error
-
-
-def _read_configs(report: Report, model: Path) -> dict[str, dict[str, Any]]:
-    """Return the configs of a local checkpoint's parts; empty ones where the checkpoint is not local."""
-    files = {"transformer": "config.json", "vae": "config.json", "scheduler": "scheduler_config.json"}
-    return {part: report.attempt(_read_json, model / part / file) or {} for part, file in files.items()}
-
-
 def _geometry(report: Report, attention: str | None, configs: dict[str, dict[str, Any]], preset: Preset) -> Geometry:
     """Return the geometry that the checkpoint's configs describe, as far as they lie here, with the attention."""
-    nabla = configs["transformer"].get("attention_type", preset.attention) == "nabla"
+    nabla = preset.attention == "nabla"
+    if preset.attention_decided_by == "checkpoint":
+        nabla = configs["transformer"].get("attention_type", preset.attention) == "nabla"
     if attention is not None:
         from kandinsky5_nabla.attention import get_attention_backend
 
@@ -187,28 +195,12 @@ def _geometry(report: Report, attention: str | None, configs: dict[str, dict[str
     return Geometry.from_configs(configs["vae"], configs["transformer"], nabla)
 
 
-def _numbers_of(configs: dict[str, dict[str, Any]], geometry: Geometry) -> dict[str, Any]:
+def _numbers_of(configs: dict[str, dict[str, Any]], geometry: Geometry, preset: Preset) -> dict[str, Any]:
     """Return the numbers that the checkpoint's own files give, as the pipeline reads them once it is loaded."""
-    P = configs["transformer"].get("attention_P") if geometry.nabla else None
+    decides = geometry.nabla and preset.attention_decided_by == "checkpoint"
+    P = configs["transformer"].get("attention_P") if decides else None
     numbers = {"shift": configs["scheduler"].get("shift"), "nabla_P": P}
     return {name: number for name, number in numbers.items() if number is not None}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON file of a local checkpoint; empty where the checkpoint is not local.
-
-    Raises:
-        ValueError: if the file cannot be read or holds something else; the message names it.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # not readable, no UTF-8, no JSON
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}")
-    return content
 
 
 def _num_frames(report: Report, args: argparse.Namespace, geometry: Geometry, preset: Preset) -> int | None:

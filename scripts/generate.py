@@ -38,6 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num-videos", type=int, default=1, metavar="N", help="videos per prompt, of seeds SEED, SEED + 1, ...")
     add("--seed", type=int, metavar="N", help="of the noise (default: drawn, printed and recorded)")
     add("--output", type=Path, metavar="FILE.mp4", help="default: a name made of prompt and seed, in this folder")
+    add("--save-embeds", type=Path, metavar="FILE", help="write the encoded prompts to a .safetensors file, too")
+    add("--embeds", type=Path, metavar="FILE", help="such a file in place of the text encoders; all of it, or --prompt")
     add("--report", type=Path, metavar="FILE.json", help="write what NABLA kept, in each layer and step of each video")
     add("--overwrite", action="store_true", help="replace existing files")
     add_model(parser, "lite-t2v-10s-sft")
@@ -47,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = group.add_argument
     add("--dry-run", action="store_true", help="check everything, print what would run, read no weights")
     add("--json", action="store_true", help="print one JSON object on stdout, and nothing else there")
+    add("--list", action="store_true", help="print the presets")
     add("--version", action="store_true", help="print the versions of this package and of torch")
     return parser
 
@@ -66,12 +69,20 @@ def _main(args: argparse.Namespace) -> int:
     if args.version:
         print(_versions())
         return 0
+    if args.list:
+        from kandinsky5_nabla.configs import load_preset, preset_names
+        from kandinsky5_nabla.scripts.list_presets import table
+
+        print(table(load_preset(name) for name in preset_names()))
+        return 0
     from kandinsky5_nabla.scripts._plan import make_plan  # here: --help answers at once
     from kandinsky5_nabla.scripts._setup import BadInput
 
     done: list[dict[str, Any]] = []
     try:
         plan = make_plan(args)
+        for caution in plan.setup.cautions:
+            print(f"warning: {caution}", file=sys.stderr)
         if args.dry_run:
             result: dict[str, Any] = {"dry_run": True, **plan.describe()}
         else:
@@ -94,7 +105,8 @@ def _main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result))
     elif args.dry_run:
-        print("\n".join(f"{name}: {value}" for name, value in result.items()))
+        for name, value in result.items():
+            print("\n".join(value) if name == "memory" else f"{name}: {value}")
     return 0
 
 

@@ -121,7 +121,8 @@ def make_inspection(args: argparse.Namespace) -> Inspection:
     setup = make_setup(report, args, default_preset=DEFAULT_PRESET)
     report.attempt(prompt_list, args.prompt)
     report.add(seed_problems(args.seed))
-    report.add(inspection_problems(setup.sparse, args.map, setup.settings.num_inference_steps, setup.transformer))
+    config = setup.checkpoint.configs["transformer"]
+    report.add(inspection_problems(setup.sparse, args.map, setup.settings.num_inference_steps, config))
     output = args.output or DEFAULT_OUTPUT
     if args.output is None and not output.parent.exists():  # the default's folder is made, unlike one that was named
         report.add(folder_problems("output", output.parent.parent))
@@ -172,7 +173,7 @@ def run(inspection: Inspection) -> None:
     speak_plainly()
     setup, spent = inspection.setup, {}
     with stage("load", spent, f"loading {setup.model}"):
-        pipe = load(setup)
+        pipe, setup = load(setup)
     settings, config = pipe.resolve_settings(**setup.given), pipe.transformer.config
     steps = settings.num_inference_steps
     problems = inspection_problems(settings.nabla_P is not None, inspection.map_of, steps, config)

@@ -197,11 +197,11 @@ def test_what_a_checkpoint_that_is_not_here_decides_is_not_guessed():
     assert inspection_problems(True, (1, 31, -1), 2, {}) == ["--map: head -1: must be from 0"]
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_one_line_and_exit_code_1(checkpoint, tmp_path):
+def test_a_checkpoint_that_cannot_be_used_is_one_line_and_exit_code_1(checkpoint, tmp_path):
     done = run_program(tmp_path, "--model", checkpoint, *SMALL)
     assert (done.returncode, done.stdout) == (1, "")
     [problem] = [line for line in done.stderr.splitlines() if not line.endswith("...")]
-    assert problem.startswith("error: load failed with ")
+    assert problem.startswith("error: denoise failed with ValueError: the latents after step 1 ")
     assert os.listdir(tmp_path) == []
 
 

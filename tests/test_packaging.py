@@ -1,6 +1,7 @@
 """What is installed: the packages and their data under one name, imports without effects, a wheel that works."""
 
 import configparser
+import importlib.metadata
 import os
 import shutil
 import socket
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import tomllib
+
+from kandinsky5_nabla.scripts import generate
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("attention", "configs", "models", "pipeline", "scripts")
@@ -213,3 +216,9 @@ def test_no_test_reaches_the_network():
         sock.connect(("192.0.2.1", 80))  # an address reserved for documentation
     with pytest.raises(RuntimeError, match="tried to look up"):
         socket.create_connection(("example.invalid", 80))
+
+
+def test_the_command_is_installed_as_kandinsky5_nabla():
+    [command] = importlib.metadata.entry_points(group="console_scripts", name="kandinsky5-nabla")
+    assert command.load() is generate.main
+    assert Path(sys.executable).with_name("kandinsky5-nabla").exists()

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from kandinsky5_nabla.configs import load_preset
 from kandinsky5_nabla.scripts.generate import main
@@ -65,13 +65,12 @@ def plan_of(folder, checkpoint, capsys):
     return run
 
 
-def test_the_weights_of_these_tests_cannot_be_read(checkpoint):
-    # A run that came as far as the weights would end in this error and with the exit code 1.
+def test_the_weights_of_these_tests_hold_no_number(checkpoint):
+    # A run that came as far as to use them would end in an error and with the exit code 1.
     weights = list(checkpoint.rglob("*.safetensors"))
     assert len(weights) == 4
     for path in weights:
-        with pytest.raises(SafetensorError), safe_open(path, framework="pt"):
-            pass
+        assert all(tensor.isnan().all() for tensor in load_file(path).values())
 
 
 ONE_PROBLEM = {
@@ -83,9 +82,9 @@ ONE_PROBLEM = {
     "--model ../missing": "model '../missing': there is no such folder",
     "--model /missing/too": "model '/missing/too': there is no such folder",
     "--model a/b/c": "model 'a/b/c': there is no such folder",
-    "--model folder": "model folder folder: model_index.json, transformer/config.json, vae/config.json",
+    "--model folder": "folder/model_index.json is missing",
     "--model taken.mp4": "model 'taken.mp4': there is no such folder",
-    "--model lite.safetensors": "model lite.safetensors: a single file is not supported",
+    "--model lite.safetensors": "model lite.safetensors is missing",
     "--height 500": "height 500: must be a multiple of 16 from 16 to 2048; nearest: 496 or 512",
     "--height 0": "height 0: must be a multiple of 16",
     "--height -128": "height -128: must be a multiple of 16",
@@ -264,7 +263,7 @@ def test_a_dry_run_prints_the_same_plan_as_text(folder, plan_of, checkpoint, cap
     plan = plan_of(*argv)
     assert main(["--config", "demo", "--model", str(checkpoint), *argv, "--dry-run"]) == 0
     text = capsys.readouterr().out
-    assert [line.split(":")[0] for line in text.splitlines()] == list(plan)
+    assert [line.split(":")[0] for line in text.splitlines() if line[0] != " "] == list(plan)
     assert "num_inference_steps: 3\n" in text
     assert "a-cat-5.mp4" in text
 

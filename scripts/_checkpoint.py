@@ -1,0 +1,215 @@
+"""The checkpoint of a command line: where it comes from, and what its own files say before any weight is read."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kandinsky5_nabla.configs import Preset, find_preset, load_preset, preset_names
+from kandinsky5_nabla.models.headers import read_headers, weight_files
+from kandinsky5_nabla.pipeline.checks import Report
+from kandinsky5_nabla.pipeline.lora_files import LoraRequest, find_lora, lora_problems, parse_lora, read_lora
+from kandinsky5_nabla.pipeline.safety import check_folder, read_json
+
+DEFAULT_PRESET = "lite-t2v-10s-sft"
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # "./name" is a folder
+ORIGINAL_FOLDER = "model"  # of the transformer in a repository of the original layout
+PARTS = ("vae", "text_encoder", "text_encoder_2")
+TEXT_PARTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where the models of a run come from.
+
+    Attributes:
+        model: folder, Hub id or file, as it was asked for.
+        kind: "folder" in the Diffusers layout, "hub" for a repository of that layout, "file" for a transformer in the
+            original layout, "original" for a repository with such a file.
+        config: name or file of the preset.
+        preset: where the defaults come from.
+        configs: by part, "transformer", "vae" and "scheduler": what config.json says; empty where it does not lie here.
+        parts: folders for the other parts of a single file; those that are left out come from their repositories.
+        cache_dir: of the Hub's files; None for the usual one.
+        offline: open no connection.
+        without_text: the text encoders are not needed.
+        folder: where the Diffusers layout lies, once it lies here.
+        file: where the file of the original layout lies, once it lies here.
+        commit: of the repository, once it was fetched.
+    """
+
+    model: str
+    kind: str
+    config: str
+    preset: Preset
+    configs: dict[str, dict[str, Any]]
+    parts: dict[str, Path] = field(default_factory=dict)
+    cache_dir: Path | None = None
+    offline: bool = False
+    without_text: bool = False
+    folder: Path | None = None
+    file: Path | None = None
+    commit: str | None = None
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The parts that are not loaded."""
+        return TEXT_PARTS if self.without_text else ()
+
+    def fetched(self) -> Checkpoint:
+        """Return the checkpoint with its folder on this machine: a repository is downloaded, or found in the cache.
+
+        Raises:
+            OSError: if it cannot be; the message names repository, file and remedy.
+        """
+        if self.folder is not None or self.file is not None:
+            return self
+        from kandinsky5_nabla.pipeline.hub import fetch, fetch_file
+
+        where = {"revision": self.preset.revision, "cache_dir": self.cache_dir, "offline": self.offline}
+        if self.kind == "original":
+            name = f"{ORIGINAL_FOLDER}/{self.preset.original_file}"
+            snapshot = fetch_file(self.model, name, **where)
+            found = dataclasses.replace(self, file=snapshot.folder / name, commit=snapshot.commit)
+            return dataclasses.replace(found, configs=_configs_of_file(found))
+        snapshot = fetch(self.model, **where)
+        configs = _read_configs(snapshot.folder)
+        return dataclasses.replace(self, folder=snapshot.folder, commit=snapshot.commit, configs=configs)
+
+
+def find_checkpoint(report: Report, args: argparse.Namespace, default_preset: str) -> Checkpoint | None:
+    """Return the checkpoint of parsed arguments; what is wrong with it goes into the report.
+
+    None without a preset, since then there are no defaults to check anything against.
+    """
+    preset = report.attempt(_preset, args, default_preset)
+    if preset is None:
+        return None
+    model = args.model or preset.model
+    parts = {name: Path(path) for name in PARTS if (path := getattr(args, name, None)) is not None}
+    without_text = getattr(args, "embeds", None) is not None
+    kind = _kind(model, preset)
+    if parts and kind not in ("file", "original"):
+        options = ", ".join("--" + name.replace("_", "-") for name in parts)
+        report.add([f"{options}: for a transformer in a file of its own (--model FILE.safetensors); leave it out"])
+    found = Checkpoint(
+        model,
+        kind,
+        args.config or preset.name,
+        preset,
+        {"transformer": {}, "vae": {}, "scheduler": {}},
+        parts,
+        args.cache_dir,
+        args.offline,
+        without_text,
+        Path(model) if kind == "folder" else None,
+        Path(model) if kind == "file" else None,
+    )
+    for name, folder in parts.items() if kind in ("file", "original") else ():
+        if not any((place / "config.json").is_file() for place in (folder, folder / name)):
+            report.add([f"--{name.replace('_', '-')} {folder}: has no config.json, nor has {folder / name}"])
+    if kind == "file":
+        try:
+            return dataclasses.replace(found, configs=_configs_of_file(found))
+        except (OSError, ValueError) as error:
+            report.add([f"model {error}"])
+            return found
+    if kind == "folder":
+        report.add(check_folder(Path(model), found.left_out))
+        return dataclasses.replace(found, configs=_read_configs(Path(model)))
+    if not HUB_ID.fullmatch(model):
+        report.add(
+            [
+                f"model {model!r}: there is no such folder, and it is no Hub id (owner/name); "
+                f"the presets are {', '.join(preset_names())} (--config)"
+            ]
+        )
+        return found
+    if args.offline:  # what is missing in the cache is found now, not when everything else is ready
+        try:
+            return found.fetched()
+        except OSError as error:
+            report.add([str(error)])
+    return found
+
+
+def _preset(args: argparse.Namespace, default: str) -> Preset:
+    """Return the preset that was named, or the model's own at the size that was asked for, or the default."""
+    if args.config is not None:
+        return load_preset(args.config)
+    if args.model is None:
+        return load_preset(default)
+    size = None if None in (args.height, args.width) else (args.height, args.width)
+    found = find_preset(args.model, size)
+    if found is not None:
+        return found
+    if args.model.endswith(".safetensors"):
+        raise ValueError(
+            f"model {args.model}: no preset knows a file of this name, and its shapes do not tell the attention; "
+            f"name the preset that it was trained as with --config: {', '.join(preset_names())}"
+        )
+    index = Path(args.model) / "model_index.json"
+    name = read_json(index).get("preset") if index.is_file() else None
+    return load_preset(name or DEFAULT_PRESET)
+
+
+def _kind(model: str, preset: Preset) -> str:
+    if model.endswith(".safetensors"):
+        return "file"
+    if os.path.isdir(model):
+        return "folder"
+    original = preset.original_file is not None and f"{model}-Diffusers".endswith(preset.model.partition("/")[2])
+    return "original" if original else "hub"
+
+
+def _configs_of_file(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """Return the configs that a file in the original layout stands for; its sizes follow from its tensors.
+
+    Raises:
+        FileNotFoundError, ValueError: if there is no such file, or it is no Kandinsky 5 transformer.
+    """
+    from kandinsky5_nabla.models.architecture import config_from_headers
+    from kandinsky5_nabla.pipeline.single_file import attention_of, checked_file
+
+    assert checkpoint.file is not None, "it lies here"
+    headers = read_headers([checked_file(checkpoint.file)])
+    return {"transformer": config_from_headers(headers, **attention_of(checkpoint.preset)), "vae": {}, "scheduler": {}}
+
+
+def _read_configs(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the configs of the parts of a folder; empty ones for what is missing or, as was reported, unreadable."""
+    files = {"transformer": "config.json", "vae": "config.json", "scheduler": "scheduler_config.json"}
+    return {part: Report().attempt(read_json, folder / part / file) or {} for part, file in files.items()}
+
+
+def find_loras(report: Report, texts: Sequence[str], checkpoint: Checkpoint) -> list[LoraRequest]:
+    """Return the LoRAs of FILE[:SCALE] texts; why one cannot be loaded goes into the report.
+
+    Their shapes are compared with the transformer's where that lies here; else when it is loaded.
+    """
+    requests = [request for text in texts if (request := report.attempt(parse_lora, text)) is not None]
+    if not requests or report.problems:
+        return requests
+    if checkpoint.file is not None or checkpoint.folder is not None:
+        report.add(lora_problems(requests, _linear_shapes(checkpoint)))
+    else:
+        for request in requests:
+            try:
+                read_lora(find_lora(request.path))
+            except (OSError, ValueError) as error:
+                report.add([str(error)])
+    return requests
+
+
+def _linear_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
+    """Return `(out, in)` of the transformer's linear layers, from its tensors' headers."""
+    file, folder = checkpoint.file, checkpoint.folder
+    files = [file] if file is not None else weight_files(folder / "transformer") if folder is not None else []
+    weights = {n.removesuffix(".weight"): h.shape for n, h in read_headers(files).items() if n.endswith(".weight")}
+    return {name: (shape[0], shape[1]) for name, shape in weights.items() if len(shape) == 2}
