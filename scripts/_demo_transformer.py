@@ -37,6 +37,7 @@ TIME_SHIFT = {64: 3.0, 128: 3.0, 256: 5.0}  # by frame size: more pixels show an
 # Of the objects' places, by frame size. Outlines at places that are anywhere take far more than 100 minutes to learn;
 # where the object has its place, they come quickly.
 SPREAD = {64: 0.06, 128: 0.06, 256: 0.02}
+MASK_P = 0.75  # of the masks in training; generation keeps a little less, the P of the config
 EMPTY, NEGATIVE = "", DEFAULT_NEGATIVE_PROMPT
 DROPOUT = 0.1  # of captions; half becomes the empty text, half the default negative prompt
 POOLED_SWAP = 0.5  # of the pooled embeddings are another caption's: a random CLIP's do not carry over to new phrasings
@@ -109,7 +110,7 @@ def train_transformer(stage: Stage, transformer: Kandinsky5Transformer, side: in
     if side == FULL_SIDE:
         use_masked_sdpa(transformer)
         shape_THWC = scene_latents(draw_scene(random.Random(0)), side).shape
-        metadata = make_attention_metadata(transformer, shape_THWC, TRANSFORMER_CONFIG["attention_P"], "cpu")
+        metadata = make_attention_metadata(transformer, shape_THWC, MASK_P, "cpu")
     recent: list[float] = []
 
     def loss_of_step(step: int) -> torch.Tensor:

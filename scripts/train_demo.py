@@ -165,7 +165,7 @@ Apache-2.0, like the rest of the repository.
 def model_card(report: dict[str, Any] | None) -> str:
     """Return the model card, with the scores of evaluate_demo.py's JSON if they are there."""
     from kandinsky5_nabla.scripts import _demo_scenes as scenes
-    from kandinsky5_nabla.scripts.make_demo_checkpoint import TRANSFORMER_CONFIG
+    from kandinsky5_nabla.scripts._demo_transformer import MASK_P
 
     return MODEL_CARD.format(
         shapes=", ".join(scenes.SHAPES),
@@ -175,7 +175,7 @@ def model_card(report: dict[str, Any] | None) -> str:
         sizes=" or ".join(scenes.SIZES),
         speeds=" or ".join(scenes.SPEEDS),
         defaults=", ".join(scenes.DEFAULTS.values()),
-        P=TRANSFORMER_CONFIG["attention_P"],
+        P=MASK_P,
         scores="Not measured yet: `scripts/evaluate_demo.py`." if report is None else report["markdown"],
     )
 
