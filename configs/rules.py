@@ -90,20 +90,15 @@ def _sizes(value: object) -> tuple[tuple[int, int], ...]:
         raise ValueError("a list of [height, width], integers") from error
 
 
-def _scale_factor(value: object) -> tuple[float, float, float]:
-    try:
-        time, height, width = _nonempty_list(value)
-        return _number(time), _number(height), _number(width)
-    except ValueError as error:
-        raise ValueError("a list of three numbers [time, height, width]") from error
+def _along_axes(parse: Callable[[object], Any], what: str) -> Callable[[object], tuple[Any, Any, Any]]:
+    def parse_three(value: object) -> tuple[Any, Any, Any]:
+        try:
+            time, height, width = _nonempty_list(value)
+            return parse(time), parse(height), parse(width)
+        except ValueError as error:
+            raise ValueError(f"a list of three {what} [time, height, width]") from error
 
-
-def _window(value: object) -> tuple[int, int, int]:
-    try:
-        time, height, width = _nonempty_list(value)
-        return _integer(time), _integer(height), _integer(width)
-    except ValueError as error:
-        raise ValueError("a list of three integers [time, height, width]") from error
+    return parse_three
 
 
 def _nonempty_list(value: object) -> list[Any]:
@@ -131,7 +126,7 @@ PARSERS: dict[str, Callable[[object], Any]] = {
     "attention": _text,
     "attention_decided_by": _text,
     "nabla_P": _optional(_number),
-    "nabla_window": _optional(_window),
+    "nabla_window": _optional(_along_axes(_integer, "integers")),
     "num_inference_steps": _integer,
     "guidance_scale": _number,
     "shift": _number,
@@ -139,7 +134,7 @@ PARSERS: dict[str, Callable[[object], Any]] = {
     "height": _integer,
     "width": _integer,
     "sizes": _sizes,
-    "scale_factor": _scale_factor,
+    "scale_factor": _along_axes(_number, "numbers"),
     "fps": _number,
     "prompt_prefix_tokens": _optional(_integer),
     "max_sequence_length": _integer,

@@ -188,7 +188,7 @@ def _raise_all(file: Path, problems: list[str]) -> None:
 def _config_of(name: str, given: str | os.PathLike | None, hub: Mapping[str, Any]) -> dict[str, Any]:
     """Return a part's config; of a repository nothing else is downloaded yet."""
     if given is not None:
-        return read_json(_given_folder(name, Path(given)) / "config.json")
+        return read_json(part_folder(name, Path(given)) / "config.json")
     from .hub import fetch_file
 
     source = SOURCES[name]
@@ -200,7 +200,7 @@ def _folders(name: str, given: str | os.PathLike | None, hub: Mapping[str, Any])
     """Return the folders of a part and its tokenizer; its repository's are downloaded or from the cache."""
     source = SOURCES[name]
     if given is not None:
-        folder = _given_folder(name, Path(given))
+        folder = part_folder(name, Path(given))
         tokenizer = None if source.tokenizer is None else _tokenizer_folder(name, folder, source.tokenizer)
     else:
         from .hub import fetch
@@ -212,7 +212,7 @@ def _folders(name: str, given: str | os.PathLike | None, hub: Mapping[str, Any])
     return {name: folder, source.tokenizer: tokenizer}
 
 
-def _given_folder(name: str, folder: Path) -> Path:
+def part_folder(name: str, folder: Path) -> Path:
     """Return the part's own folder, in a whole checkpoint or given itself."""
     for candidate in (folder / name, folder):
         if (candidate / "config.json").is_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -82,5 +83,7 @@ def fail(code: int, problems: list[str], as_json: bool = False, done: Sequence[d
 
 
 def fail_running(error: Exception, debug: bool, as_json: bool = False, done: Sequence[dict[str, Any]] = ()) -> int:
-    """Report what failed while running; return the exit code 1."""
+    """Report what failed while running, with `debug` its traceback first; return the exit code 1."""
+    if debug:
+        traceback.print_exception(error)
     return fail(1, [f"{error}" if debug else f"{error} (--debug shows the traceback)"], as_json, done)

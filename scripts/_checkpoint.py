@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from kandinsky5_nabla.configs import Preset, find_preset, load_preset, preset_names
+from kandinsky5_nabla.models.architecture import config_from_headers
 from kandinsky5_nabla.models.headers import read_headers, weight_files
 from kandinsky5_nabla.pipeline.checks import Report
 from kandinsky5_nabla.pipeline.lora_files import LoraRequest, find_lora, lora_problems, parse_lora, read_lora
 from kandinsky5_nabla.pipeline.safety import check_folder, read_json
+from kandinsky5_nabla.pipeline.single_file import attention_of, checked_file, part_folder
 
 DEFAULT_PRESET = "lite-t2v-10s-sft"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # "./name" is a folder
@@ -112,7 +114,9 @@ def find_checkpoint(report: Report, args: argparse.Namespace, default_preset: st
         Path(model) if kind == "file" else None,
     )
     for name, folder in parts.items() if kind in ("file", "original") else ():
-        if not any((place / "config.json").is_file() for place in (folder, folder / name)):
+        try:
+            part_folder(name, folder)
+        except FileNotFoundError:
             report.add([f"--{name.replace('_', '-')} {folder}: has no config.json, nor has {folder / name}"])
     if kind == "file":
         try:
@@ -174,9 +178,6 @@ def _configs_of_file(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     Raises:
         FileNotFoundError, ValueError: if there is no such file, or it is no Kandinsky 5 transformer.
     """
-    from kandinsky5_nabla.models.architecture import config_from_headers
-    from kandinsky5_nabla.pipeline.single_file import attention_of, checked_file
-
     assert checkpoint.file is not None, "it lies here"
     headers = read_headers([checked_file(checkpoint.file)])
     return {"transformer": config_from_headers(headers, **attention_of(checkpoint.preset)), "vae": {}, "scheduler": {}}

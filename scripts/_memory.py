@@ -10,6 +10,7 @@ from kandinsky5_nabla.configs import find_preset
 from kandinsky5_nabla.configs.tiles import vae_tiles
 from kandinsky5_nabla.models.headers import DIFFUSERS_WEIGHTS, TRANSFORMERS_WEIGHTS
 from kandinsky5_nabla.pipeline.memory import MemoryPlan, Run, budget, choose
+from kandinsky5_nabla.pipeline.single_file import part_folder
 from kandinsky5_nabla.pipeline.sizes import (
     Part,
     Sizes,
@@ -73,5 +74,4 @@ def _all_sizes(checkpoint: Checkpoint) -> Sizes | None:
 
 
 def _given_part(name: str, folder: Path) -> Part:
-    own = folder / name if (folder / name / "config.json").is_file() else folder
-    return part_of_folder(own, DIFFUSERS_WEIGHTS if name == "vae" else TRANSFORMERS_WEIGHTS)
+    return part_of_folder(part_folder(name, folder), DIFFUSERS_WEIGHTS if name == "vae" else TRANSFORMERS_WEIGHTS)

@@ -53,8 +53,9 @@ def run(plan: Plan, on_video: Callable[[dict[str, Any]], None]) -> dict[str, Any
     if plan.report is not None and settings.nabla_P is None:
         raise RuntimeError(f"the report cannot be made: {NOTHING_TO_REPORT}; leave --report out")
     with stage("text", spent, "encoding the text" if plan.embeds is None else f"reading {plan.embeds.path}"):
-        texts = _encode(pipe, plan) if plan.embeds is None else plan.embeds.texts
-        arguments = _arguments_of(texts, [video.prompt for video in plan.videos], guided=settings.guidance_scale != 1)
+        guided = settings.guidance_scale != 1
+        texts = _encode(pipe, plan, guided) if plan.embeds is None else plan.embeds.texts
+        arguments = _arguments_of(texts, [video.prompt for video in plan.videos], guided)
     if plan.save_embeds is not None:
         with stage("text", {}, f"writing {plan.save_embeds}"):
             save_embeds(
@@ -138,11 +139,10 @@ def _recording(pipe: Kandinsky5NablaPipeline, plan: Plan) -> AbstractContextMana
     return nullcontext([]) if plan.report is None else recorded_attention(pipe.transformer)
 
 
-def _encode(pipe: Kandinsky5NablaPipeline, plan: Plan) -> EncodedTexts:
+def _encode(pipe: Kandinsky5NablaPipeline, plan: Plan, guided: bool) -> EncodedTexts:
     """Encode all prompts in one go, and what they are guided against."""
     prompts = list(dict.fromkeys(video.prompt for video in plan.videos))
     negative = DEFAULT_NEGATIVE_PROMPT if plan.setup.negative_prompt is None else plan.setup.negative_prompt
-    guided = pipe.resolve_settings(**plan.setup.given).guidance_scale != 1
     texts = with_triggers(prompts, pipe.acting_trigger_words)
     rows = split_rows(pipe.encode_prompt([*texts, negative] if guided else texts), [1] * (len(prompts) + guided))
     against = (negative, rows.pop()) if guided else None

@@ -14,7 +14,6 @@ import os
 import shutil
 import struct
 import sys
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -71,8 +70,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(write())
     except Exception as error:
-        if args.debug:
-            traceback.print_exc()
         return fail_running(error, args.debug)
     except KeyboardInterrupt:
         return fail(130, ["interrupted"])

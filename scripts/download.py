@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from pathlib import Path
 
 from kandinsky5_nabla.scripts._arguments import BadUsage, Parser, fail, fail_running
@@ -49,8 +48,6 @@ def _main(args: argparse.Namespace) -> int:
         try:
             _fetch(args, repo_id, revision)
         except Exception as error:  # the other repositories are fetched all the same
-            if args.debug:
-                traceback.print_exc()
             code = fail_running(error, args.debug)
     return code
 

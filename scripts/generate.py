@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +96,6 @@ def _main(args: argparse.Namespace) -> int:
     except BadInput as error:
         return fail(2, error.problems, args.json)
     except Exception as error:
-        if args.debug:
-            traceback.print_exc()
         return fail_running(error, args.debug, args.json, done)
     except KeyboardInterrupt:
         return fail(130, ["interrupted"], args.json, done)

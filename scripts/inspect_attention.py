@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,8 +98,6 @@ def main(argv: list[str] | None = None) -> int:
     except BadInput as error:
         return fail(2, error.problems)
     except Exception as error:
-        if args.debug:
-            traceback.print_exc()
         return fail_running(error, args.debug)
     except KeyboardInterrupt:
         return fail(130, ["interrupted"])

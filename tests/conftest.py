@@ -1,5 +1,6 @@
 """The suite is offline and hermetic, and runs GPU tests only where there is a GPU."""
 
+import importlib.util
 import logging
 import os
 import shutil
@@ -8,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 # Set before any Hugging Face library reads them; the subprocesses of tests inherit them. A cache of
 # its own keeps what the user has downloaded from deciding a test.
@@ -122,3 +124,12 @@ def as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     for library, level in levels:
         library.set_verbosity(level)
         library.enable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def server() -> ModuleType:
+    """The module `hub_server`, which is no package's: a small Hub on this machine for the real client."""
+    spec = importlib.util.spec_from_file_location("hub_server", Path(__file__).with_name("hub_server.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

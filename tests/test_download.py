@@ -1,6 +1,5 @@
 """The command line that fetches checkpoints ahead of time."""
 
-import importlib.util
 from pathlib import Path
 
 import huggingface_hub
@@ -12,14 +11,6 @@ from kandinsky5_nabla.scripts.download import main
 PRESET = load_preset("lite-t2v-10s-sft")
 SHARD = "transformer/diffusion_pytorch_model-00002-of-00003.safetensors"
 INDEX = "transformer/diffusion_pytorch_model.safetensors.index.json"
-
-
-@pytest.fixture(scope="module")
-def server():
-    spec = importlib.util.spec_from_file_location("hub_server", Path(__file__).with_name("hub_server.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

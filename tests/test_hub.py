@@ -1,6 +1,5 @@
 """Checkpoints of the Hub: the real client against a small server, with what goes wrong on the way."""
 
-import importlib.util
 import itertools
 import json
 import shutil
@@ -21,14 +20,6 @@ SHARD = "transformer/diffusion_pytorch_model-00002-of-00003.safetensors"
 INDEX = "transformer/diffusion_pytorch_model.safetensors.index.json"
 VAE = "vae/diffusion_pytorch_model.safetensors"
 numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server():
-    spec = importlib.util.spec_from_file_location("hub_server", Path(__file__).with_name("hub_server.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
