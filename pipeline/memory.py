@@ -99,15 +99,23 @@ class MemoryPlan:
         """Bytes of the largest stage, with the margin."""
         return _needed(self.stages, self.run.device)
 
+    @property
+    def title(self) -> str:
+        """What was chosen, and what it needs of what is free."""
+        way = f"offload {_way(self.offload, self.release)}, VAE tile {self.run.tile.name}"
+        return f"memory: {way}, at most {self.needed / GB:.1f} of {self.budget / GB:.1f} GB"
+
+    def line(self) -> str:
+        """Return the plan with the GB of each stage in one line."""
+        return f"{self.title} ({', '.join(f'{stage.name} {stage.total / GB:.1f}' for stage in self.stages)})"
+
     def lines(self) -> list[str]:
-        """Return the plan in GB per stage, for people."""
-        title = f"memory: offload {_way(self.offload, self.release)}, VAE tile {self.run.tile.name}"
-        title += f", at most {self.needed / GB:.1f} of {self.budget / GB:.1f} GB"
+        """Return the plan with weights and activations of each stage in lines of their own."""
         stages = [
             f"  {s.name}: {s.weights / GB:.1f} GB of weights + {s.activations / GB:.1f} GB = {s.total / GB:.1f} GB"
             for s in self.stages
         ]
-        return [title, *stages, f"  margin: {(self.needed - max(s.total for s in self.stages)) / GB:.1f} GB"]
+        return [self.title, *stages, f"  margin: {(self.needed - max(s.total for s in self.stages)) / GB:.1f} GB"]
 
 
 def estimate(sizes: Sizes, run: Run, offload: str = "none", release: bool = False) -> tuple[Stage, Stage, Stage]:
@@ -264,8 +272,10 @@ def _remedy(sizes: Sizes, run: Run, budget: float, offload: str) -> str:
     def fits(changed: Run, way: str = offload) -> bool:
         return any(_needed(estimate(sizes, changed, *one), run.device) <= budget for one in _ways(run, way))
 
-    smallest = dataclasses.replace(run, tile=vae_tiles()[-1], text_encoder_dtype="nf4", dit_dtype="fp8")
+    half = _in_bfloat16(run)
+    smallest = dataclasses.replace(half, tile=vae_tiles()[-1], text_encoder_dtype="nf4", dit_dtype="fp8")
     together = f"--text-encoder-dtype nf4 --dit-dtype fp8 --vae-tile {smallest.tile.name}"
+    together = together if half is run else f"--dtype bfloat16 {together}"
     combined = [(together, smallest), *((f"{together} {text}", changed) for text, changed in _changes(smallest))]
     found = ["--offload auto"] if offload != "auto" and fits(run, "auto") else []
     change = next((text for text, changed in itertools.chain(_changes(run), combined) if fits(changed)), None)
@@ -276,6 +286,8 @@ def _remedy(sizes: Sizes, run: Run, budget: float, offload: str) -> str:
 def _changes(run: Run) -> Iterator[tuple[str, Run]]:
     """Yield changes of a run that need less memory, as arguments of the command line, the smallest change first."""
     replace = dataclasses.replace
+    if (half := _in_bfloat16(run)) is not run:
+        yield "--dtype bfloat16", half
     quantised = ("int8", "nf4")
     done = quantised.index(run.text_encoder_dtype) + 1 if run.text_encoder_dtype in quantised else 0
     for dtype in quantised[done:]:
@@ -291,6 +303,14 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
         width = run.width * height // (16 * run.height) * 16
         if width:
             yield f"--height {height} --width {width}", replace(run, height=height, width=width)
+
+
+def _in_bfloat16(run: Run) -> Run:
+    """Return a run in fp32 as one in bf16, with the dtypes that follow it; the same object where it is not in fp32."""
+    if run.dtype != "float32":
+        return run
+    following = {name: "bfloat16" for name in ("text_encoder_dtype", "dit_dtype") if getattr(run, name) == "float32"}
+    return dataclasses.replace(run, dtype="bfloat16", **following)
 
 
 def _needed(stages: tuple[Stage, ...], device: str) -> float:

@@ -38,7 +38,9 @@ PALETTE = {
 """RGB in 0 .. 1 of the colours of objects and backgrounds."""
 
 RADIUS = {"small": 0.16, "large": 0.26}
-TRAVEL = {"slowly": 0.16, "quickly": 0.34}
+HALF_WIDTH = {"circle": 1.0, "square": 1.0, "triangle": 1.25}
+"""Of each shape, in radii: a triangle is wider, so that it is not much smaller than the circle."""
+TRAVEL = {"slowly": 0.13, "quickly": 0.26}
 """The way from the first to the last frame."""
 DIRECTION = {
     "moving left": (-1, 0),
@@ -52,7 +54,9 @@ DEFAULTS = {"size": "large", "speed": "quickly", "background": "black"}
 
 FRAMES = 17
 MARGIN = 0.025  # between the object and the border
-SPREAD = 0.02  # how far from the middle of the frame the object may be halfway through the clip, along each axis
+# How far from the middle of the frame the object may be halfway through the clip, along each axis. Outlines at places
+# that are anywhere take far more than 100 minutes to learn; where the object has its place, they come quickly.
+SPREAD = 0.02
 TRIANGLE_HEIGHT = 3**0.5  # of a triangle of half base 1: it is equilateral
 
 TRAINED_PHRASINGS = (
@@ -61,6 +65,9 @@ TRAINED_PHRASINGS = (
     "{background} background: one {size} {colour} {shape}, {pace}",
     "We see a {size} {shape}. It is {colour}, it is {pace}, and the background is {background}.",
     "{pace}: a {size} {colour} {shape} on {background}",
+    "{colour} {shape}, {background} background, {pace}",
+    "The background is {background}, and the {shape} is {colour} and {pace}.",
+    "On {background}: {size} {colour} {shape}, {motion}.",
 )
 HELD_OUT_PHRASINGS = (
     "a clip of a {colour} {shape} {motion}, the background is {background}",
@@ -145,25 +152,31 @@ def captions_of(words: Words, phrasings: Sequence[str] = TRAINED_PHRASINGS) -> l
     return [caption(phrasing, words) for phrasing in phrasings if fits(phrasing, words)]
 
 
+def half_width(words: Words) -> float:
+    """Return the distance from the object's middle to its left and right end."""
+    return RADIUS[words.size] * HALF_WIDTH[words.shape]
+
+
 def draw_words(chance: random.Random) -> Words:
-    """Draw what training shows: all combinations alike, the defaults more often than the rest."""
-    colour, shape, motion = chance.choice(combinations(held_out=False))
+    """Draw what training shows: triangles, which are learned last, and the defaults more often than the rest."""
+    kinds = combinations(held_out=False)
+    colour, shape, motion = chance.choice([*kinds, *(kind for kind in kinds if kind[1] == "triangle")])
     background = chance.choice([name for name in (*BACKGROUNDS, "black") if name != colour])
     speed = DEFAULTS["speed"] if motion == "standing still" else chance.choice(SPEEDS)
     return Words(shape, colour, motion, background, chance.choice(SIZES), speed)
 
 
-def place(words: Words, chance: random.Random, spread: float = SPREAD) -> Scene:
+def place(words: Words, chance: random.Random) -> Scene:
     """Draw a place near the middle of the frame where the object stays inside it for the whole clip."""
-    radius, way = RADIUS[words.size] + MARGIN, TRAVEL[words.speed] / 2
-    reach = [min(spread, 0.5 - radius - way * abs(step)) for step in DIRECTION[words.motion]]
+    taken, way = half_width(words) + MARGIN, TRAVEL[words.speed] / 2
+    reach = [min(SPREAD, 0.5 - taken - way * abs(step)) for step in DIRECTION[words.motion]]
     x, y = (0.5 + chance.uniform(-most, most) for most in reach)
     return Scene(words, x, y)
 
 
-def draw_scene(chance: random.Random, spread: float = SPREAD) -> Scene:
+def draw_scene(chance: random.Random) -> Scene:
     """Draw a scene of the training set."""
-    return place(draw_words(chance), chance, spread)
+    return place(draw_words(chance), chance)
 
 
 def coverage(
@@ -182,29 +195,29 @@ def coverage(
 
     side = scale if side is None else side
     pixels = torch.arange(side) + 0.5
-    radius = RADIUS[scene.words.size] * scale
+    extent = half_width(scene.words) * scale
     centres = [scene.centre(frame / max(frames - 1, 1)) for frame in range(frames)]
     x_FHW, y_FHW = torch.broadcast_tensors(
         torch.stack([pixels + window[0] - x * scale for x, _ in centres])[:, None, :],
         torch.stack([pixels + window[1] - y * scale for _, y in centres])[:, :, None],
     )
-    return (0.5 - signed_distance(scene.words.shape, x_FHW, y_FHW, radius)).clamp(0, 1)
+    return (0.5 - signed_distance(scene.words.shape, x_FHW, y_FHW, extent)).clamp(0, 1)
 
 
-def signed_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: float) -> torch.Tensor:
+def signed_distance(shape: str, x: torch.Tensor, y: torch.Tensor, extent: float) -> torch.Tensor:
     """Return the distance to the outline of a shape around the origin, negative inside; y points down.
 
-    The shapes are as wide as the circle of `radius`. Outside, at corners, the distance is that of the edges' lines.
+    `extent` is half its width. Outside, at corners, the distance is that of the edges' lines.
     """
     import torch
 
     if shape == "circle":
-        return torch.hypot(x, y) - radius
+        return torch.hypot(x, y) - extent
     if shape == "square":
-        return torch.maximum(x.abs(), y.abs()) - radius
-    base = y - radius * TRIANGLE_HEIGHT / 2
+        return torch.maximum(x.abs(), y.abs()) - extent
+    base = y - extent * TRIANGLE_HEIGHT / 2
     # A side's line through the apex (0, -h/2) and (1, h/2); its normal of length 1 is (h, -1) / 2 with h = sqrt(3).
-    sides = (TRIANGLE_HEIGHT * x.abs() - (y + radius * TRIANGLE_HEIGHT / 2)) / 2
+    sides = (TRIANGLE_HEIGHT * x.abs() - (y + extent * TRIANGLE_HEIGHT / 2)) / 2
     return torch.maximum(base, sides)
 
 

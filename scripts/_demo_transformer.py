@@ -34,9 +34,6 @@ from kandinsky5_nabla.scripts.make_demo_checkpoint import SEED, TRANSFORMER_CONF
 
 FULL_SIDE = 256  # pixels: every stage uses the token positions of this size
 TIME_SHIFT = {64: 3.0, 128: 3.0, 256: 5.0}  # by frame size: more pixels show an object through more noise
-# Of the objects' places, by frame size. Outlines at places that are anywhere take far more than 100 minutes to learn;
-# where the object has its place, they come quickly.
-SPREAD = {64: 0.06, 128: 0.06, 256: 0.02}
 MASK_P = 0.75  # of the masks in training; generation keeps a little less, the P of the config
 EMPTY, NEGATIVE = "", DEFAULT_NEGATIVE_PROMPT
 DROPOUT = 0.1  # of captions; half becomes the empty text, half the default negative prompt
@@ -181,7 +178,7 @@ def use_masked_sdpa(transformer: Kandinsky5Transformer) -> None:
 
 def draw_batch(side: int, size: int, chance: random.Random) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     """Return latents `[B, T, H, W, C]` of new scenes, weights `[B, T, H, W, 1]` of mean 1, captions with dropout."""
-    scenes = [draw_scene(chance, SPREAD[side]) for _ in range(size)]
+    scenes = [draw_scene(chance) for _ in range(size)]
     latents = [scene_latents(scene, side) for scene in scenes]
     texts = []
     for scene in scenes:

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from kandinsky5_nabla.pipeline.decode import decode_latents
 from kandinsky5_nabla.scripts._demo_scenes import (
     FRAMES,
-    RADIUS,
     Scene,
     Words,
     all_words,
     coverage,
     draw_scene,
+    half_width,
     paint,
     place,
     render,
@@ -199,7 +199,7 @@ def draw_windows(step: int, side: int, batch: int) -> tuple[torch.Tensor, torch.
 
 def draw_window(scene: Scene, scale: int, side: int, chance: random.Random) -> tuple[int, int]:
     """Return the left and upper pixel of a window around a point in or near the object at some time."""
-    reach = 1.2 * RADIUS[scene.words.size]
+    reach = 1.2 * half_width(scene.words)
     corner = (
         round((centre + chance.uniform(-reach, reach)) * scale - side / 2) for centre in scene.centre(chance.random())
     )

@@ -95,6 +95,7 @@ def load(setup: Setup) -> tuple[Kandinsky5NablaPipeline, Setup]:
     setup = dataclasses.replace(setup, checkpoint=checkpoint)
     setup = dataclasses.replace(setup, memory=plan_memory(setup))
     assert setup.memory is not None, "the checkpoint is here"
+    print(setup.memory.line(), file=sys.stderr)
     pipe = _folder(setup) if checkpoint.file is None else _single_file(setup, checkpoint.file)
     if setup.attention is not None:
         pipe.transformer.set_attention_backend(setup.attention)

@@ -30,10 +30,10 @@ SIDES = (64, 128, 256)
 class Counts:
     """How many optimizer steps each stage takes."""
 
-    vae: int = 1300
-    transformer_64: int = 800
-    transformer_128: int = 1800
-    transformer_256: int = 1800
+    vae: int = 1900
+    transformer_64: int = 600
+    transformer_128: int = 1700
+    transformer_256: int = 2200
 
 
 def vae_stage(work: Path, counts: Counts) -> None:

@@ -81,7 +81,7 @@ def test_the_object_stays_inside_the_frame_for_the_whole_clip():
         assert border.max() == 0, scene
 
 
-@pytest.mark.parametrize(("shape", "area"), [("circle", 3.14159), ("square", 4.0), ("triangle", 1.73205)])
+@pytest.mark.parametrize(("shape", "area"), [("circle", 3.14159), ("square", 4.0), ("triangle", 1.73205 * 1.25**2)])
 def test_a_shape_covers_its_area(shape, area):
     scene = Scene(Words(shape, "red", "standing still", "black", "large", "quickly"), 0.5, 0.5)
     covered = coverage(scene, 128, frames=1).mean().item()

@@ -276,6 +276,16 @@ def test_where_nothing_would_fit_it_says_so():
         choose(PRO, PRO_10S_HD, 1 * GB)
 
 
+def test_a_run_in_fp32_is_offered_bf16_first():
+    run = dataclasses.replace(LITE_10S, device="cpu", dtype="float32", text_encoder_dtype="float32", dit_dtype="float32")
+    half = dataclasses.replace(run, dtype="bfloat16", text_encoder_dtype="bfloat16", dit_dtype="bfloat16")
+    enough = needed(LITE, half, "none", True)
+    with pytest.raises(ValueError, match=r"What would fit: --dtype bfloat16$"):
+        choose(LITE, run, enough)
+    with pytest.raises(ValueError, match=r"What would fit: --dtype bfloat16 --text-encoder-dtype nf4 --dit-dtype fp8"):
+        choose(LITE, run, 0.6 * enough)
+
+
 def test_a_named_way_that_does_not_fit_is_not_replaced_by_one_that_does():
     assert choose(PRO, PRO_10S_HD, 50 * GB).offload == "group"
     with pytest.raises(
@@ -311,6 +321,8 @@ def test_a_plan_tells_its_stages_in_gigabytes():
     for stage, line in zip((text, denoise, decode), lines[1:4], strict=True):
         assert line.strip().startswith(f"{stage.name}: {stage.weights / GB:.1f} GB of weights")
         assert line.endswith(f"= {stage.total / GB:.1f} GB")
+    totals = ", ".join(f"{stage.name} {stage.total / GB:.1f}" for stage in plan.stages)
+    assert plan.line() == f"{lines[0]} ({totals})"
 
 
 def test_the_budget_is_what_is_free_now():

@@ -7,6 +7,7 @@ import textwrap
 import pytest
 import torch
 from accelerate.hooks import CpuOffload
+from safetensors.torch import save_file
 
 from kandinsky5_nabla.configs.tiles import vae_tiles
 from kandinsky5_nabla.pipeline.memory import MemoryPlan, Run
@@ -34,6 +35,27 @@ def test_every_way_of_offloading_gives_the_same_latents_and_pixels(fresh_pipe, p
     assert_close(fresh_pipe(PROMPT, **CALL).frames, expected)
     assert_close(fresh_pipe(PROMPT, **CALL).frames, expected)  # a second call finds the pipeline as it was
     assert_close(fresh_pipe.decode(expected, "pt"), pipe.decode(expected, "pt"))
+
+
+@pytest.mark.parametrize("offload", ["none", "model", "group", "sequential"])
+def test_a_lora_acts_under_every_way_of_offloading(fresh_pipe, pipe, tmp_path, offload):
+    layer = fresh_pipe.transformer.visual_transformer_blocks[0].feed_forward.in_layer
+    generator = torch.Generator().manual_seed(1)
+    factors = [torch.randn(shape, generator=generator) for shape in ((4, layer.in_features), (layer.out_features, 4))]
+    name = "transformer.visual_transformer_blocks.0.feed_forward.in_layer.lora_"
+    down, up = (tensor / tensor.shape[0] ** 0.5 for tensor in factors)
+    save_file({f"{name}A.weight": down, f"{name}B.weight": up}, tmp_path / "lora.safetensors")
+    without = pipe(PROMPT, **CALL).frames
+    weight = "visual_transformer_blocks.0.feed_forward.in_layer.weight"
+    original = pipe.transformer.get_parameter(weight).detach().clone()
+    with torch.no_grad():
+        pipe.transformer.get_parameter(weight).add_(up @ down)
+        expected = pipe(PROMPT, **CALL).frames
+        pipe.transformer.get_parameter(weight).copy_(original)
+    assert (expected - without).abs().max() > 0.01
+    fresh_pipe.load_lora_weights(tmp_path / "lora.safetensors")
+    apply(fresh_pipe, plan(offload), "cpu")
+    assert_close(fresh_pipe(PROMPT, **CALL).frames, expected)
 
 
 def test_group_offload_has_a_group_for_each_block_and_for_each_layer_of_the_text_encoders(fresh_pipe):
