@@ -73,6 +73,7 @@ class Checkpoint:
         if self.folder is not None or self.file is not None:
             return self
         from kandinsky5_nabla.pipeline.hub import fetch, fetch_file
+        from kandinsky5_nabla.pipeline.hub_files import PARTS as FOLDERS
 
         where = {"revision": self.preset.revision, "cache_dir": self.cache_dir, "offline": self.offline}
         if self.kind == "original":
@@ -80,7 +81,8 @@ class Checkpoint:
             snapshot = fetch_file(self.model, name, **where)
             found = dataclasses.replace(self, file=snapshot.folder / name, commit=snapshot.commit)
             return dataclasses.replace(found, configs=_configs_of_file(found))
-        snapshot = fetch(self.model, **where)
+        needed = {name: part for name, part in FOLDERS.items() if name not in self.left_out}
+        snapshot = fetch(self.model, parts=needed, **where)
         configs = _read_configs(snapshot.folder)
         return dataclasses.replace(self, folder=snapshot.folder, commit=snapshot.commit, configs=configs)
 

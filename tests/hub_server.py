@@ -39,7 +39,7 @@ UNNEEDED = (
 CLIENT = """
 import contextlib, io, json, sys
 from kandinsky5_nabla.pipeline import hub
-from kandinsky5_nabla.scripts import download
+from kandinsky5_nabla.scripts import download, generate
 
 sockets, answers = [], sys.stdout
 sys.addaudithook(lambda event, _: sockets.append(event) if event.startswith("socket.") else None)
@@ -49,8 +49,8 @@ for line in sys.stdin:
     answer, said, errors = {}, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
         try:
-            if name == "download":
-                answer["code"] = download.main(args)
+            if name in ("download", "generate"):
+                answer["code"] = globals()[name].main(args)
             else:
                 snapshot = getattr(hub, name)(*args, **kwargs)
                 answer |= {"folder": str(snapshot.folder), "commit": snapshot.commit, "files": snapshot.files}
@@ -122,7 +122,7 @@ class Client:
         )
 
     def call(self, name, *args, **kwargs):
-        """Call a function of pipeline.hub, or the command line ("download") with its arguments."""
+        """Call a function of pipeline.hub, or a command line ("download", "generate") with its arguments."""
         call = json.dumps([name, list(args), kwargs], default=str)
         self.process.stdin.write(call + "\n")
         self.process.stdin.flush()

@@ -142,3 +142,21 @@ def test_a_failure_in_running_has_exit_code_1_and_a_traceback_on_demand(tmp_path
     for debug in ([], ["--debug"]):
         assert main(["no/such", "--offline", "--cache-dir", str(tmp_path), *debug]) == 1
         assert ("Traceback" in capsys.readouterr().err) == bool(debug)
+
+
+def test_with_saved_embeddings_no_text_encoder_is_fetched(hub_and_client, hub, tmp_path):
+    quick = ["--height", "64", "--width", "64", "--num-frames", "1", "--steps", "1", "--seed", "1", "--device", "cpu"]
+    quick += ["--config", "demo", "--attention", "NABLA_REFERENCE", "--prompt", "a red square"]
+    embeds, cache = str(tmp_path / "texts.safetensors"), str(tmp_path / "cache")
+    client = hub_and_client[1]
+    first = client.call("generate", *quick, "--output", str(tmp_path / "a.mp4"), "--save-embeds", embeds)
+    assert first["code"] == 0, first["errors"]
+    hub.requests.clear()
+    again = [*quick, "--model", PRESET.model, "--cache-dir", cache, "--embeds", embeds]
+    second = client.call("generate", *again, "--output", str(tmp_path / "b.mp4"))
+    assert second["code"] == 0, second["errors"]
+    folders = {name.partition("/")[0] for name in hub.bodies(PRESET.model)}
+    assert folders - {"api"} == {"model_index.json", "transformer", "vae", "scheduler"}
+    third = client.call("generate", *again, "--offline", "--output", str(tmp_path / "c.mp4"))
+    assert (third["code"], third["sockets"]) == (0, []), third["errors"]
+    assert (tmp_path / "b.mp4").read_bytes() == (tmp_path / "c.mp4").read_bytes()
