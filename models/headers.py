@@ -12,6 +12,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+_LFS_POINTER = b"version https://git-lfs"
+
 DIFFUSERS_WEIGHTS = "diffusion_pytorch_model.safetensors"
 TRANSFORMERS_WEIGHTS = "model.safetensors"
 
@@ -143,4 +145,7 @@ def _open(file: Path, framework: str) -> Iterator[Any]:
         with safe_open(file, framework=framework) as weights:
             yield weights
     except SafetensorError as error:
+        with file.open("rb") as content:
+            if content.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise ValueError(f"{file} only points to the weights; `git lfs pull` fetches them") from error
         raise ValueError(f"{file} is cut short or damaged: {error}; download it again") from error

@@ -22,6 +22,8 @@ from .text import TextEmbeddings, clean_prompt
 
 KIND = "kandinsky5-nabla text embeddings"
 VERSION = 1
+PUBLISHED_WIDTHS = {"in_text_dim": 3584, "in_text_dim2": 768}
+"""Of Qwen2.5-VL-7B and CLIP ViT-L, as the keys of a transformer's config."""
 """Of the format: raised when a reader of the old one would misread the new one."""
 
 _TENSORS = tuple(field.name for field in fields(TextEmbeddings))
@@ -175,14 +177,14 @@ def check_fits(embeds: EmbedsFile, transformer_config: Mapping[str, Any]) -> Non
 
     Args:
         embeds: as loaded.
-        transformer_config: with the keys `in_text_dim` and `in_text_dim2`.
+        transformer_config: its `in_text_dim` and `in_text_dim2` are as published where they are left out.
 
     Raises:
         ValueError: if a width differs; the message has both.
     """
     row = next(iter(embeds.texts.rows().values()))
     found = (row.prompt_embeds.shape[-1], row.pooled.shape[-1])
-    wanted = (transformer_config["in_text_dim"], transformer_config["in_text_dim2"])
+    wanted = tuple(transformer_config.get(name, width) for name, width in PUBLISHED_WIDTHS.items())
     if found != wanted:
         raise ValueError(
             f"{embeds.path} has embeddings {found[0]} and {found[1]} wide, of {embeds.model}; this transformer reads "

@@ -286,6 +286,8 @@ def _remedy(sizes: Sizes, run: Run, budget: float, offload: str) -> str:
 def _changes(run: Run) -> Iterator[tuple[str, Run]]:
     """Yield changes of a run that need less memory, as arguments of the command line, the smallest change first."""
     replace = dataclasses.replace
+    if run.attention == "NABLA_REFERENCE":  # whose scores are whole matrices
+        yield "--attention NABLA_ATTN", replace(run, attention="NABLA_ATTN")
     if (half := _in_bfloat16(run)) is not run:
         yield "--dtype bfloat16", half
     quantised = ("int8", "nf4")

@@ -7,6 +7,7 @@ once. `check_weights` builds the parts without memory (on meta) and compares the
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -36,6 +37,10 @@ WEIGHTS = {
 }
 """The parts that have weights, and the name of their file."""
 
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+"""One of them a tokenizer must have: transformers builds an empty one from none, whose every prompt is nothing."""
+
+_ENCODERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
 _PICKLES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 _CODE = ("auto_map", "custom_code", "custom_pipeline", "trust_remote_code")
 _QUANTISED = ("text_encoder", "tokenizer")  # which may share a folder
@@ -81,6 +86,11 @@ def check_folder(folder: Path, without: Collection[str] = ()) -> list[str]:
     for part in parts:
         problems += check_part(part, folder / part)
     configs = {part: _config_or_nothing(folder / part) for part in parts if part in WEIGHTS}
+    for tokenizer, encoder in _ENCODERS.items():
+        if tokenizer in parts:
+            problems += _vocabulary_problems(folder / tokenizer, encoder, configs.get(encoder, {}))
+    if "vae" in parts:
+        problems += _scaling_problems(folder / "vae" / "config.json", configs["vae"])
     return problems + width_problems(configs.get("transformer", {}), configs)
 
 
@@ -105,7 +115,11 @@ def check_part(part: str, folder: Path) -> list[str]:
     if not folder.is_dir():
         return [f"{part}: the folder {folder} is missing"]
     problems = list(_code_problems(folder, part))
-    return problems + list(_file_problems(folder, WEIGHTS[part])) if part in WEIGHTS else problems
+    if part in WEIGHTS:
+        problems += _file_problems(folder, WEIGHTS[part])
+    elif part in _ENCODERS and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        problems.append(f"{part}: {folder} has neither {' nor '.join(TOKENIZER_FILES)}")
+    return problems
 
 
 def check_part_weights(part: str, folder: Path) -> list[str]:
@@ -166,6 +180,37 @@ def read_json(path: Path) -> dict[str, Any]:
 def _parts(index: Mapping[str, Any], without: Collection[str]) -> list[str]:
     """Return the parts that the index names and that are to be loaded."""
     return [part for part in LOADERS if part not in without and isinstance(index.get(part), list) and any(index[part])]
+
+
+def _vocabulary_problems(folder: Path, encoder: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why a tokenizer's words are none, or reach beyond the encoder's table of embeddings."""
+    file = next((folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), None)
+    if file is None:
+        return
+    try:
+        content = read_json(file)
+    except ValueError as error:
+        yield str(error)
+        return
+    words: Any = content
+    if file.name == TOKENIZER_FILES[0]:
+        words = content.get("model")
+        words = words.get("vocab") if isinstance(words, dict) else None
+    ids = list(words.values()) if isinstance(words, dict) else []
+    if not ids or not all(type(number) is int for number in ids):
+        yield f"{file} has no vocabulary, from words to numbers"
+        return
+    nested = config.get("text_config")
+    size = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
+    if isinstance(size, int) and max(ids) >= size:
+        yield f"{file} has numbers up to {max(ids)}, and {encoder} knows {size} words: it is another model's tokenizer"
+
+
+def _scaling_problems(file: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why latents cannot be divided by the VAE's factor: else that is found after all the work."""
+    factor = config.get("scaling_factor", 1.0)
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+        yield f"{file}: scaling_factor {factor!r} must be a number above 0"
 
 
 def _config_or_nothing(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ..configs import Preset, find_preset, load_preset, preset_names
 from ..models.architecture import config_from_headers
 from ..models.headers import DIFFUSERS_WEIGHTS, TRANSFORMERS_WEIGHTS, read_headers
 from .hub_files import Part
-from .safety import WEIGHTS, check_part, check_part_weights, read_json, width_problems
+from .safety import TOKENIZER_FILES, WEIGHTS, check_part, check_part_weights, read_json, width_problems
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +46,6 @@ SOURCES = {
     "text_encoder_2": Source("openai/clip-vit-large-patch14", "", _TEXT, "tokenizer_2"),
 }
 """The repositories that the authors' code takes the other parts from (checkpoints.md, "Original layout")."""
-
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 
 
 def load_single_file(
@@ -226,10 +224,10 @@ def _tokenizer_folder(name: str, folder: Path, tokenizer: str) -> Path:
     """Return where a text encoder's tokenizer lies: with it, or in a checkpoint's folder of its own."""
     candidates = (folder, folder.parent / tokenizer)
     for candidate in candidates:
-        if any((candidate / file).is_file() for file in _TOKENIZER_FILES):
+        if any((candidate / file).is_file() for file in TOKENIZER_FILES):
             return candidate
     looked_in = " nor ".join(map(str, candidates))
-    raise FileNotFoundError(f"{name} {folder}: neither {looked_in} has a tokenizer ({' or '.join(_TOKENIZER_FILES)})")
+    raise FileNotFoundError(f"{name} {folder}: neither {looked_in} has a tokenizer ({' or '.join(TOKENIZER_FILES)})")
 
 
 def _load_parts(folders: Mapping[str, Path], dtype: torch.dtype, text_encoder: Mapping[str, Any]) -> dict[str, Any]:

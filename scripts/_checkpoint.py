@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from kandinsky5_nabla.models.architecture import config_from_headers
 from kandinsky5_nabla.models.headers import read_headers, weight_files
 from kandinsky5_nabla.pipeline.checks import Report
 from kandinsky5_nabla.pipeline.lora_files import LoraRequest, find_lora, lora_problems, parse_lora, read_lora
-from kandinsky5_nabla.pipeline.safety import check_folder, read_json
+from kandinsky5_nabla.pipeline.safety import check_folder, check_weights, read_json
 from kandinsky5_nabla.pipeline.single_file import attention_of, checked_file, part_folder
 
 DEFAULT_PRESET = "lite-t2v-10s-sft"
@@ -97,6 +98,7 @@ def find_checkpoint(report: Report, args: argparse.Namespace, default_preset: st
         return None
     model = args.model or preset.model
     parts = {name: Path(path) for name in PARTS if (path := getattr(args, name, None)) is not None}
+    report.add(cache_problems(args.cache_dir))
     without_text = getattr(args, "embeds", None) is not None
     kind = _kind(model, preset)
     if parts and kind not in ("file", "original"):
@@ -127,8 +129,11 @@ def find_checkpoint(report: Report, args: argparse.Namespace, default_preset: st
             report.add([f"model {error}"])
             return found
     if kind == "folder":
-        report.add(check_folder(Path(model), found.left_out))
-        return dataclasses.replace(found, configs=_read_configs(Path(model)))
+        problems = check_folder(Path(model), found.left_out)
+        if not problems and Path(model) != preset.local_folder:  # which is ours, and imports take seconds
+            problems = check_weights(Path(model), found.left_out)
+        report.add(problems)
+        return found if problems else dataclasses.replace(found, configs=_read_configs(Path(model)))
     if not HUB_ID.fullmatch(model):
         report.add(
             [
@@ -143,6 +148,25 @@ def find_checkpoint(report: Report, args: argparse.Namespace, default_preset: st
         except OSError as error:
             report.add([str(error)])
     return found
+
+
+def cache_problems(folder: Path | None) -> list[str]:
+    """Return why a folder cannot be the Hub's cache; it need not exist yet."""
+    if folder is None or not folder.exists() or folder.is_dir():
+        return []
+    return [f"--cache-dir {folder}: is a file; name a folder"]
+
+
+def unknown_repository(model: str) -> str:
+    """Return a sentence about a Hub id that is no published checkpoint's, with the nearest one's."""
+    published = dict.fromkeys(load_preset(name).model for name in preset_names())
+    near = difflib.get_close_matches(model, published, n=1, cutoff=0.8)
+    folder = (
+        f"there is no folder {model}, so it is taken for a repository of the Hub; "
+        if Path(model).parent.is_dir()
+        else ""
+    )
+    return f"{folder}no preset knows {model}{f': did you mean {near[0]}?' if near else ''}"
 
 
 def _preset(args: argparse.Namespace, default: str) -> Preset:
@@ -199,7 +223,13 @@ def find_loras(report: Report, texts: Sequence[str], checkpoint: Checkpoint) -> 
     requests = [request for text in texts if (request := report.attempt(parse_lora, text)) is not None]
     if not requests or report.problems:
         return requests
-    if checkpoint.file is not None or checkpoint.folder is not None:
+    missing = [request.path for request in requests if not os.path.exists(request.path)]
+    if missing:  # a repository is not looked for: nothing may be fetched before the whole request is checked
+        report.add(
+            f"LoRA {path}: there is no such file; `hf download OWNER/NAME --local-dir FOLDER` fetches one of the Hub"
+            for path in missing
+        )
+    elif checkpoint.file is not None or checkpoint.folder is not None:
         report.add(lora_problems(requests, _linear_shapes(checkpoint)))
     else:
         for request in requests:

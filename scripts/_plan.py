@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kandinsky5_nabla.configs import find_preset
 from kandinsky5_nabla.pipeline.checks import MAX_COUNT, Report, prompt_list
 from kandinsky5_nabla.scripts._outputs import (
     LATENTS_SUFFIX,
@@ -132,7 +133,7 @@ def _embeds_problems(embeds: EmbedsFile, setup: Setup, prompts: list[str]) -> It
     for problem in embeds.texts.problems(prompts, negative if guided else None):
         yield f"--embeds {embeds.path}: {problem}"
     config = setup.checkpoint.configs["transformer"]
-    if config:
+    if config or find_preset(setup.model) is not None:  # a published one that is not here yet has the published widths
         try:
             check_fits(embeds, config)
         except ValueError as error:

@@ -8,13 +8,19 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kandinsky5_nabla.configs import Preset
+from kandinsky5_nabla.configs import Preset, find_preset
 from kandinsky5_nabla.configs.tiles import Tile, find_tile
 from kandinsky5_nabla.pipeline.checks import Geometry, Report, Settings, frames_of_duration
 from kandinsky5_nabla.pipeline.lora_files import LoraRequest
 from kandinsky5_nabla.pipeline.memory import MemoryPlan
 from kandinsky5_nabla.pipeline.precision import full_dtype_name, precision_problems
-from kandinsky5_nabla.scripts._checkpoint import DEFAULT_PRESET, Checkpoint, find_checkpoint, find_loras
+from kandinsky5_nabla.scripts._checkpoint import (
+    DEFAULT_PRESET,
+    Checkpoint,
+    find_checkpoint,
+    find_loras,
+    unknown_repository,
+)
 from kandinsky5_nabla.scripts._memory import plan_memory
 
 NOTHING_TO_REPORT = "attention is dense here and keeps every block, so there is nothing to report"
@@ -172,6 +178,10 @@ def _cautions(args: argparse.Namespace, checkpoint: Checkpoint, settings: Settin
     if args.attention is not None:
         transformer.pop("attention_type", None)
     differences = preset.differences(transformer, scheduler)
+    if checkpoint.kind == "hub" and args.config is None and find_preset(checkpoint.model) is None:
+        differences.append(
+            f"{unknown_repository(checkpoint.model)}; the defaults are those of {preset.name} (--config)"
+        )
     return preset.cautions(settings.num_frames, settings.height, settings.width) + differences
 
 

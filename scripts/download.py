@@ -6,6 +6,7 @@ Exit codes: 0 done; 2 bad input, found before the Hub is asked; 1 something fail
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -56,7 +57,9 @@ def _targets(args: argparse.Namespace) -> tuple[list[tuple[str, str | None]], li
     """Return each repository with its revision, once; and all that is wrong with the command line."""
     from huggingface_hub import is_offline_mode
 
-    targets, problems = [], []
+    from kandinsky5_nabla.scripts._checkpoint import cache_problems
+
+    targets, problems = [], cache_problems(args.cache_dir)
     if args.verify and (args.offline or is_offline_mode()):
         problems.append("--verify asks the Hub for its record of every file: leave --offline and HF_HUB_OFFLINE out")
     for name in args.names:
@@ -78,6 +81,8 @@ def _target(name: str) -> tuple[str | None, str | None]:
 
     from kandinsky5_nabla.configs import find_preset, load_preset
 
+    if os.path.isdir(name):
+        raise ValueError(f"{name}: is a folder, nothing to fetch; generate.py --model {name} checks and runs it")
     if "/" in name:
         validate_repo_id(name)
         preset = find_preset(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     if args.version:
-        print(_versions())
+        versions = _versions()
+        print(json.dumps(versions) if args.json else ", ".join(" ".join(each) for each in versions.items()))
         return 0
     if args.list:
         from kandinsky5_nabla.configs import load_preset, preset_names
         from kandinsky5_nabla.scripts.list_presets import table
 
-        print(table(load_preset(name) for name in preset_names()))
+        presets = [load_preset(name) for name in preset_names()]
+        print(json.dumps({each.name: asdict(each) for each in presets}) if args.json else table(presets))
         return 0
     from kandinsky5_nabla.scripts._plan import make_plan  # here: --help answers at once
     from kandinsky5_nabla.scripts._setup import BadInput
@@ -117,11 +120,11 @@ def _line(video: dict[str, Any]) -> str:
     )
 
 
-def _versions() -> str:
+def _versions() -> dict[str, str]:
     from importlib.metadata import version
 
     names = ("kandinsky5-nabla", "torch", "diffusers", "transformers")
-    return ", ".join(f"{name} {version(name)}" for name in names)
+    return {name: version(name) for name in names}
 
 
 if __name__ == "__main__":

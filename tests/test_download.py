@@ -122,6 +122,8 @@ def test_a_token_is_named_where_one_is_needed(hub, download):
         (["lite-t2v-10s-stf", "a/b/c", "demmo"], ["lite-t2v-10s-stf", "a/b/c", "demmo"]),
         (["demo", "--verify", "--offline"], ["--verify", "--offline"]),
         ([], ["NAME"]),
+        (["demo", "."], ["is a folder, nothing to fetch"]),
+        (["demo", "--cache-dir", __file__], ["--cache-dir", "is a file; name a folder"]),
         (["demo", "--revison", "v1"], ["--revison"]),
     ],
 )

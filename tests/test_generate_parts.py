@@ -116,6 +116,8 @@ BAD = {
     "--dit-dtype int8": "transformer dtype 'int8': must be one of",
     "--lora missing.safetensors": "LoRA missing.safetensors: there is no such file",
     "--lora a.bin": "LoRA a.bin: there is no such file",
+    "--lora owner/name:0.5": "LoRA owner/name: there is no such file; `hf download",
+    "--cache-dir taken": "--cache-dir taken: is a file; name a folder",
     "--lora a.safetensors:x": "LoRA 'a.safetensors:x': the scale 'x' must be a finite number",
     "--embeds missing.safetensors": "--embeds: there is no file of embeddings missing.safetensors",
     "--save-embeds texts.json": "save-embeds texts.json: must be a name that ends in .safetensors",
@@ -126,7 +128,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("argv", BAD)
-def test_bad_parts_are_refused_before_anything_is_loaded(here, argv):
+def test_bad_parts_are_refused_before_anything_is_loaded(here, tmp_path, argv):
+    (tmp_path / "taken").touch()
     code, _, err = here("--prompt", "x", *argv.split())
     assert code == 2
     [problem] = err.splitlines()
@@ -138,3 +141,48 @@ def test_the_list_names_every_preset(here):
     assert code == 0
     for name in ("demo", "lite-t2v-10s-sft", "pro-t2v-5s-sft-hd"):
         assert name in out
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "problem"),
+    [
+        ("transformer", {"num_visual_blocks": 5}, "do not fit their config in 24 tensors"),
+        ("transformer", {"patch_size": [1, 2]}, "patch_size (1, 2) must be three numbers"),
+        ("vae", {"scaling_factor": 0}, "scaling_factor 0 must be a number above 0"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_could_not_load(here, checkpoint, tmp_path, part, changes, problem):
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    config = model / part / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    code, _, err = here("--prompt", "x", "--model", model, "--dry-run")
+    assert code == 2
+    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert problem in line
+
+
+def test_a_repository_that_no_preset_knows_is_cautioned_against_with_the_nearest(capsys, as_a_program, tmp_path):
+    (tmp_path / "owner").mkdir()
+    names = ("kandinskylab/Kandinsky-5.0-T2V-Lite-sft-10s-Difusers", "owner/name")
+    common = ["--prompt", "x", "--device", "cpu", "--dry-run", "--model"]
+    said = []
+    for name in names:
+        assert generate.main([*common, name]) == 0
+        said.append([line for line in capsys.readouterr().err.splitlines() if "no preset knows" in line])
+    [[near], [unknown]] = said
+    assert "did you mean kandinskylab/Kandinsky-5.0-T2V-Lite-sft-10s-Diffusers?; the defaults are those of" in near
+    assert "there is no folder owner/name, so it is taken for a repository of the Hub" in unknown
+
+
+def test_embeddings_of_another_width_are_refused_before_a_published_checkpoint_is_fetched(here, capsys):
+    assert here("--prompt", "x", "--output", "x.mp4", "--save-embeds", "texts.safetensors")[0] == 0
+    lite = load_preset("lite-t2v-10s-sft").model
+    assert generate.main(["--model", lite, "--embeds", "texts.safetensors", "--device", "cpu", "--dry-run"]) == 2
+    assert "this transformer reads 3584 and 768" in capsys.readouterr().err
+
+
+def test_presets_and_versions_are_printed_as_json(here):
+    code, out, _ = here("--list", "--json")
+    assert (code, json.loads(out)["demo"]["num_frames"]) == (0, 17)
+    code, out, _ = here("--version", "--json")
+    assert (code, json.loads(out)["torch"]) == (0, torch.__version__)

@@ -276,9 +276,17 @@ def test_where_nothing_would_fit_it_says_so():
         choose(PRO, PRO_10S_HD, 1 * GB)
 
 
+def test_the_masked_reference_gives_way_first():
+    run = dataclasses.replace(LITE_10S, attention="NABLA_REFERENCE")
+    with pytest.raises(ValueError, match=r"What would fit: --attention NABLA_ATTN$"):
+        choose(LITE, run, 24 * GB)
+
+
 def test_a_run_in_fp32_is_offered_bf16_first():
-    run = dataclasses.replace(LITE_10S, device="cpu", dtype="float32", text_encoder_dtype="float32", dit_dtype="float32")
-    half = dataclasses.replace(run, dtype="bfloat16", text_encoder_dtype="bfloat16", dit_dtype="bfloat16")
+    dtypes = ("dtype", "text_encoder_dtype", "dit_dtype")
+    run, half = (
+        dataclasses.replace(LITE_10S, device="cpu", **dict.fromkeys(dtypes, dtype)) for dtype in ("float32", "bfloat16")
+    )
     enough = needed(LITE, half, "none", True)
     with pytest.raises(ValueError, match=r"What would fit: --dtype bfloat16$"):
         choose(LITE, run, enough)
