@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kandinsky5_nabla.configs.tiles import next_smaller, vae_tiles
 from kandinsky5_nabla.models.text_encoder import QwenTextEncoder
 from kandinsky5_nabla.pipeline import Kandinsky5NablaPipeline, export_video
 from kandinsky5_nabla.pipeline.attention_report import AttentionRecord, recorded_attention, report_of
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from kandinsky5_nabla.pipeline.checks import Settings
     from kandinsky5_nabla.scripts._plan import Plan, Video
     from kandinsky5_nabla.scripts._setup import Setup
+
+CPU_ALLOCATOR = "DefaultCPUAllocator"
+"""What torch's error names where the memory of a CPU is used up."""
 
 
 def run(plan: Plan, on_video: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -185,7 +189,7 @@ def _make_video(run: Run, video: Video, text: dict[str, torch.Tensor], before: d
     with stage("decode", spent, "decoding", kept):
         if run.setup.memory is not None and run.setup.memory.release and len(run.plan.videos) == 1:
             release(pipe, "transformer")
-        frames = pipe.decode(latents, "np", run.setup.tile)[0]
+        frames, run = _decode(run, latents)
     with stage("export", spent, f"writing {video.output}", kept):
         export_video(
             frames,
@@ -204,8 +208,25 @@ def _make_video(run: Run, video: Video, text: dict[str, torch.Tensor], before: d
         "num_frames": settings.num_frames,
         "fps": fps,
         "seed": video.seed,
+        **({} if run.setup.tile is None else {"vae_tile": run.setup.tile.name}),
         "seconds": {stage: round(seconds, 2) for stage, seconds in spent.items()},
     }
+
+
+def _decode(run: Run, latents: torch.Tensor) -> tuple[Any, Run]:
+    """Return the frames, and the run with the tile that made them: the next smaller one where memory runs out."""
+    try:
+        return run.pipe.decode(latents, "np", run.setup.tile)[0], run
+    except (torch.OutOfMemoryError, RuntimeError) as error:  # a CPU's allocator raises the latter
+        smaller = next_smaller(run.setup.tile or vae_tiles()[0])
+        if smaller is None or not (isinstance(error, torch.OutOfMemoryError) or CPU_ALLOCATOR in str(error)):
+            raise
+    # Out here, since the error holds on to what was in memory.
+    print(f"out of memory: decoding again in smaller tiles (--vae-tile {smaller.name}) ...", file=sys.stderr)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    run = dataclasses.replace(run, setup=dataclasses.replace(run.setup, tile=smaller))
+    return run.pipe.decode(latents, "np", smaller)[0], run
 
 
 def _record(run: Run, video: Video) -> str:

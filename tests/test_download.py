@@ -19,6 +19,7 @@ def hub_and_client(server, tmp_path_factory):
         hub, _ = pair
         hub.add(PRESET.model, server.sharded_demo())
         hub.add("someone/else", server.sharded_demo(), revision="v1")
+        hub.add("someone/demo", server.sharded_demo())
         yield pair
 
 
@@ -154,10 +155,10 @@ def test_with_saved_embeddings_no_text_encoder_is_fetched(hub_and_client, hub, t
     first = client.call("generate", *quick, "--output", str(tmp_path / "a.mp4"), "--save-embeds", embeds)
     assert first["code"] == 0, first["errors"]
     hub.requests.clear()
-    again = [*quick, "--model", PRESET.model, "--cache-dir", cache, "--embeds", embeds]
+    again = [*quick, "--model", "someone/demo", "--cache-dir", cache, "--embeds", embeds]
     second = client.call("generate", *again, "--output", str(tmp_path / "b.mp4"))
     assert second["code"] == 0, second["errors"]
-    folders = {name.partition("/")[0] for name in hub.bodies(PRESET.model)}
+    folders = {name.partition("/")[0] for name in hub.bodies("someone/demo")}
     assert folders - {"api"} == {"model_index.json", "transformer", "vae", "scheduler"}
     third = client.call("generate", *again, "--offline", "--output", str(tmp_path / "c.mp4"))
     assert (third["code"], third["sockets"]) == (0, []), third["errors"]

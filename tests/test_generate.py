@@ -255,8 +255,9 @@ def test_when_decoding_fails_the_latents_are_kept_and_make_the_same_video(here, 
         code, out, err = here(*CAT)
     assert code == 1
     assert out == ""
-    assert err.splitlines()[-2:] == [
+    assert err.splitlines()[-3:] == [
         "decoding ...",
+        "out of memory: decoding again in smaller tiles (--vae-tile 192x16) ...",
         "error: decode failed with OutOfMemoryError: out of memory: tried to allocate 20 GiB; "
         f"the latents are kept in {LATENTS} (--debug shows the traceback)",
     ]

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from diffusers import AutoencoderKLHunyuanVideo
 from safetensors.torch import load_file, save_file
 
 from kandinsky5_nabla.configs import load_preset
@@ -14,6 +15,7 @@ from kandinsky5_nabla.scripts import generate
 DEMO = load_preset("demo").local_folder
 QUICK = ["--config", "demo", "--height", "128", "--width", "128", "--num-frames", "1", "--steps", "2"]
 QUICK += ["--attention", "NABLA_REFERENCE", "--device", "cpu", "--seed", "5"]
+CAT = ["--prompt", "a cat", "--output", "cat.mp4"]
 LAYER = "visual_transformer_blocks.0.feed_forward.in_layer"
 
 
@@ -186,3 +188,22 @@ def test_presets_and_versions_are_printed_as_json(here):
     assert (code, json.loads(out)["demo"]["num_frames"]) == (0, 17)
     code, out, _ = here("--version", "--json")
     assert (code, json.loads(out)["torch"]) == (0, torch.__version__)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("x"), RuntimeError("DefaultCPUAllocator: can't allocate")])
+def test_where_memory_runs_out_smaller_tiles_decode_and_are_recorded(here, tmp_path, monkeypatch, error):
+    real = AutoencoderKLHunyuanVideo.decode
+
+    def decode(self, *args, **kwargs):
+        if self.tile_sample_min_height > 192:
+            raise error
+        return real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoencoderKLHunyuanVideo, "decode", decode)
+        code, out, err = here(*CAT, "--json")
+    assert (code, json.loads(out)["videos"][0]["vae_tile"]) == (0, "192x16"), err
+    retried = (tmp_path / "cat.mp4").read_bytes()
+    assert b'"vae_tile": "192x16"' in retried
+    assert here(*CAT, "--overwrite", "--vae-tile", "192x16")[0] == 0
+    assert (tmp_path / "cat.mp4").read_bytes() == retried

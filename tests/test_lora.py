@@ -110,7 +110,7 @@ def test_every_format_does_what_the_merged_weights_do_with_ranks_that_differ(cle
     alpha = FORMATS[form].get("alpha")
     factors = [({name: pair}, alpha / len(pair[1]) if alpha else 1.0) for name, pair in pairs.items()]
     expected, before = latents_of_merged(clean, *factors), latents_of(clean)
-    assert (expected - before).abs().max() > 0.1
+    assert (expected - before).abs().max() > 100 * TOLERANCE["atol"]
     clean.load_lora_weights(written(tmp_path, named(pairs, **FORMATS[form])))
     torch.testing.assert_close(latents_of(clean), expected, **TOLERANCE)
 
