@@ -217,7 +217,7 @@ def _decode(run: Run, latents: torch.Tensor) -> tuple[Any, Run]:
     """Return the frames, and the run with the tile that made them: the next smaller one where memory runs out."""
     try:
         return run.pipe.decode(latents, "np", run.setup.tile)[0], run
-    except (torch.OutOfMemoryError, RuntimeError) as error:  # a CPU's allocator raises the latter
+    except RuntimeError as error:  # torch.OutOfMemoryError is one, and a CPU's allocator has no class of its own
         smaller = next_smaller(run.setup.tile or vae_tiles()[0])
         if smaller is None or not (isinstance(error, torch.OutOfMemoryError) or CPU_ALLOCATOR in str(error)):
             raise
