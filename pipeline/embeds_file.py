@@ -22,9 +22,10 @@ from .text import TextEmbeddings, clean_prompt
 
 KIND = "kandinsky5-nabla text embeddings"
 VERSION = 1
+"""Of the format: raised when a reader of the old one would misread the new one."""
+
 PUBLISHED_WIDTHS = {"in_text_dim": 3584, "in_text_dim2": 768}
 """Of Qwen2.5-VL-7B and CLIP ViT-L, as the keys of a transformer's config."""
-"""Of the format: raised when a reader of the old one would misread the new one."""
 
 _TENSORS = tuple(field.name for field in fields(TextEmbeddings))
 _NEGATIVE = "negative"

@@ -87,7 +87,7 @@ def check_folder(folder: Path, without: Collection[str] = ()) -> list[str]:
         problems += check_part(part, folder / part)
     configs = {part: _config_or_nothing(folder / part) for part in parts if part in WEIGHTS}
     for tokenizer, encoder in _ENCODERS.items():
-        if tokenizer in parts:
+        if tokenizer in parts and (folder / tokenizer).is_dir():
             problems += _vocabulary_problems(folder / tokenizer, encoder, configs.get(encoder, {}))
     if "vae" in parts:
         problems += _scaling_problems(folder / "vae" / "config.json", configs["vae"])
@@ -115,11 +115,7 @@ def check_part(part: str, folder: Path) -> list[str]:
     if not folder.is_dir():
         return [f"{part}: the folder {folder} is missing"]
     problems = list(_code_problems(folder, part))
-    if part in WEIGHTS:
-        problems += _file_problems(folder, WEIGHTS[part])
-    elif part in _ENCODERS and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        problems.append(f"{part}: {folder} has neither {' nor '.join(TOKENIZER_FILES)}")
-    return problems
+    return problems + list(_file_problems(folder, WEIGHTS[part])) if part in WEIGHTS else problems
 
 
 def check_part_weights(part: str, folder: Path) -> list[str]:
@@ -151,9 +147,7 @@ def width_problems(transformer: Mapping[str, Any], parts: Mapping[str, Mapping[s
     """Return where a part's config.json has another width than the transformer's; unknown numbers are no problem."""
     problems = []
     for part, (key, wanted_key) in _WIDTHS.items():
-        config = parts.get(part, {})
-        nested = config.get("text_config")  # of the whole Qwen2.5-VL, of the whole CLIP
-        width = (nested if isinstance(nested, dict) and key in nested else config).get(key)
+        width = _text_side(parts.get(part, {}), key)
         wanted = transformer.get(wanted_key)
         if None not in (width, wanted) and width != wanted:
             problems.append(f"{part} has {key} {width}, and the transformer has {wanted_key} {wanted}")
@@ -182,10 +176,17 @@ def _parts(index: Mapping[str, Any], without: Collection[str]) -> list[str]:
     return [part for part in LOADERS if part not in without and isinstance(index.get(part), list) and any(index[part])]
 
 
+def _text_side(config: Mapping[str, Any], key: str) -> Any:
+    """Return a value of a config, or of the text's in the config of the whole Qwen2.5-VL or CLIP; None without it."""
+    nested = config.get("text_config")
+    return (nested if isinstance(nested, dict) and key in nested else config).get(key)
+
+
 def _vocabulary_problems(folder: Path, encoder: str, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield why a tokenizer's words are none, or reach beyond the encoder's table of embeddings."""
     file = next((folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), None)
     if file is None:
+        yield f"{folder} has neither {' nor '.join(TOKENIZER_FILES)}"
         return
     try:
         content = read_json(file)
@@ -200,8 +201,7 @@ def _vocabulary_problems(folder: Path, encoder: str, config: Mapping[str, Any]) 
     if not ids or not all(type(number) is int for number in ids):
         yield f"{file} has no vocabulary, from words to numbers"
         return
-    nested = config.get("text_config")
-    size = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
+    size = _text_side(config, "vocab_size")
     if isinstance(size, int) and max(ids) >= size:
         yield f"{file} has numbers up to {max(ids)}, and {encoder} knows {size} words: it is another model's tokenizer"
 

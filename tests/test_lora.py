@@ -106,11 +106,11 @@ FORMATS = {
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_does_what_the_merged_weights_do_with_ranks_that_differ(clean, toy, tmp_path, form):
-    pairs = toy({QUERY: 3, CROSS: 3, FEED: 2, TEXT: 4})
+    pairs = toy({QUERY: 3, CROSS: 3, FEED: 6, TEXT: 4})
     alpha = FORMATS[form].get("alpha")
     factors = [({name: pair}, alpha / len(pair[1]) if alpha else 1.0) for name, pair in pairs.items()]
     expected, before = latents_of_merged(clean, *factors), latents_of(clean)
-    assert (expected - before).abs().max() > 100 * TOLERANCE["atol"]
+    assert (expected - before).abs().max() > 0.1
     clean.load_lora_weights(written(tmp_path, named(pairs, **FORMATS[form])))
     torch.testing.assert_close(latents_of(clean), expected, **TOLERANCE)
 

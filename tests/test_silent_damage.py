@@ -25,7 +25,7 @@ def the_problem(folder):
 def test_a_tokenizer_without_words_is_refused(part, folder):
     for name in TOKENIZER_FILES:
         (folder / part / name).unlink(missing_ok=True)
-    assert the_problem(folder) == f"{part}: {folder / part} has neither tokenizer.json nor vocab.json"
+    assert the_problem(folder) == f"{folder / part} has neither tokenizer.json nor vocab.json"
     for content in ("{}", '{"model": {"vocab": {}}}', '{"model": {"vocab": {"a": "b"}}}', '{"model": []}'):
         (folder / part / "tokenizer.json").write_text(content)
         assert the_problem(folder).endswith("tokenizer.json has no vocabulary, from words to numbers")
