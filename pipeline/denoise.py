@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +43,11 @@ class Guidance:
     scale: float
 
 
-StepEnd = Callable[[int, torch.Tensor, Guidance], tuple[torch.Tensor, Guidance] | None]
-"""Called after each step with its index, the latents and the guidance; returns both for the next step, or None to
-stop the loop."""
+NextStep = tuple[torch.Tensor, Guidance] | None
+"""Latents and guidance of the next step, or None to stop the loop."""
+
+StepEnd = Callable[[int, torch.Tensor, Guidance], NextStep]
+"""Called after each step with its index, the latents and the guidance."""
 
 
 @torch.no_grad()
@@ -56,17 +59,19 @@ def denoise(
     scale_factor: tuple[float, float, float],
     attn_metadata: AttentionMetadata | None,
     on_step_end: StepEnd | None = None,
+    first_step: int = 0,
 ) -> torch.Tensor:
     """Integrate from noise to latents: x <- x + (sigma_next - sigma) * v, in fp32 whatever the model's dtype.
 
     Args:
         transformer: the velocity model.
-        latents: fp32 `[B, T, H, W, C]` at sigmas[0]; not written to.
-        sigmas: fp32 `[steps + 1]` of `make_sigmas`.
+        latents: fp32 `[B, T, H, W, C]` at sigmas[first_step]; not written to.
+        sigmas: fp32 `[steps + 1]` of `make_sigmas`, those of the whole run.
         guidance: text and guidance scale.
         scale_factor: RoPE divisors along t, h, w.
         attn_metadata: metadata of the run (`make_attention_metadata`); None is dense attention.
         on_step_end: see `StepEnd`.
+        first_step: index of the step to begin with; those before it are done.
 
     Returns:
         fp32 `[B, T, H, W, C]`, at sigma 0, or where `on_step_end` stopped the loop.
@@ -74,18 +79,30 @@ def denoise(
     Raises:
         ValueError: if the latents stop being finite; the message names the step.
     """
-    for step in range(len(sigmas) - 1):
+    for step in range(first_step, len(sigmas) - 1):
         if attn_metadata is not None:
             attn_metadata = dataclasses.replace(attn_metadata, current_timestep=step)
         velocity = guided_velocity(transformer, latents, sigmas[step], guidance, scale_factor, attn_metadata)
         latents = latents + (sigmas[step + 1] - sigmas[step]) * velocity
-        require_finite(latents, f"after step {step + 1} of {len(sigmas) - 1}")
+        require_finite(latents, f"after step {step + 1} of {len(sigmas) - 1}", transformer.dtype)
         if on_step_end is not None:
             answer = on_step_end(step, latents, guidance)
             if answer is None:
                 break
             latents, guidance = answer
     return latents
+
+
+def check_first_step(first_step: int, steps: int, latents: torch.Tensor | None) -> None:
+    """Refuse to begin with a step that a run has not, or within it without latents.
+
+    Raises:
+        ValueError: if it is no whole number from 0 to `steps`, or above 0 without latents.
+    """
+    if not isinstance(first_step, numbers.Integral) or isinstance(first_step, bool) or not 0 <= first_step <= steps:
+        raise ValueError(f"first_step {first_step!r}: must be a whole number from 0 to the {steps} steps of the run")
+    if first_step > 0 and latents is None:
+        raise ValueError(f"first_step {first_step}: needs latents=, as they were after {first_step} steps")
 
 
 def guided_velocity(

@@ -1,22 +1,15 @@
-"""Latents: their shape, the noise they start from, and the file that keeps them while they are decoded.
+"""Latents: their shape, the noise they start from, and the check that they are finite.
 
 Legend: B videos, T latent frames, H/W latent rows and columns, C channels.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from .checks import Geometry
-from .files import complete_file
-
-STATE_VERSION = 1
-"""Version of the saved state: the tensor `latents`, fp32 `[B, T, H, W, C]`, and plain values."""
 
 
 def latent_shape(
@@ -72,39 +65,14 @@ def draw_noise(shape: Sequence[int], generators: Sequence[torch.Generator | None
     return torch.stack([torch.randn(*shape, generator=generator, dtype=torch.float32) for generator in generators])
 
 
-def require_finite(latents: torch.Tensor, when: str) -> None:
-    """Raise a ValueError if the latents have a NaN or an infinity: decoding would give black frames."""
-    if not torch.isfinite(latents).all():
-        raise ValueError(
-            f"the latents {when} are not finite (NaN or infinity). Likely causes: a dtype without the range "
-            "(try bfloat16 or float32 in place of float16) or damaged weights"
-        )
+def require_finite(latents: torch.Tensor, when: str, computed_in: torch.dtype | None = None) -> None:
+    """Raise a ValueError if the latents have a NaN or an infinity: decoding would give black frames.
 
-
-def save_latents(path: str | os.PathLike, latents: torch.Tensor, **values: str | int | float) -> Path:
-    """Write the state of a finished denoising loop to a safetensors file; plain values go into its metadata.
-
-    An existing file is replaced.
+    `computed_in` is the dtype of the model that made them, where it is known: it tells the likely cause.
     """
-    from safetensors.torch import save_file
-
-    path = Path(path)
-    metadata = {name: str(value) for name, value in {"version": STATE_VERSION, **values}.items()}
-    with complete_file(path, overwrite=True) as temporary:
-        save_file({"latents": latents.detach().float().cpu().contiguous()}, temporary, metadata=metadata)
-    return path
-
-
-def load_latents(path: str | os.PathLike) -> tuple[torch.Tensor, Mapping[str, Any]]:
-    """Return the latents `[B, T, H, W, C]` of `save_latents` and the values that were saved with them.
-
-    Raises:
-        ValueError: if the file was written by another version.
-    """
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as state:
-        values = dict(state.metadata() or {})
-        if values.pop("version", None) != str(STATE_VERSION):
-            raise ValueError(f"{path} is not a latents file of version {STATE_VERSION}")
-        return state.get_tensor("latents"), values
+    if torch.isfinite(latents).all():
+        return
+    cause = "damaged weights, or a guidance scale or LoRA that is far too strong"
+    if computed_in in (None, torch.float16):
+        cause = f"float16, which ends at 65504 (try bfloat16 or float32), or {cause}"
+    raise ValueError(f"the latents {when} are not finite (NaN or infinity). Likely cause: {cause}")

@@ -252,7 +252,7 @@ def choose(sizes: Sizes, run: Run, budget: float, offload: str = "auto") -> Memo
     table = [_row(way, release, estimate(sizes, run, way, release), run) for way, release in _ways(run, "auto")]
     raise ValueError(
         f"--offload {offload} needs {least / GB:.1f} GB, and {budget / GB:.1f} GB are free. In GB, with the margin: "
-        f"{'; '.join(table)}. {_remedy(sizes, run, budget, offload)}"
+        f"{'; '.join(table)}. {remedy(sizes, run, budget, offload)}"
     )
 
 
@@ -266,7 +266,7 @@ def _ways(run: Run, offload: str) -> list[tuple[str, bool]]:
     return ways
 
 
-def _remedy(sizes: Sizes, run: Run, budget: float, offload: str) -> str:
+def remedy(sizes: Sizes, run: Run, budget: float, offload: str) -> str:
     """Return what would fit: another way, and the first change that is enough by itself, or with all small dtypes."""
 
     def fits(changed: Run, way: str = offload) -> bool:

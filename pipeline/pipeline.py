@@ -23,7 +23,7 @@ from ..models.transformer import Kandinsky5Transformer
 from .checks import Geometry, Settings
 from .components import LOADERS, to_loaders, to_published
 from .decode import decode_latents
-from .denoise import Guidance, denoise
+from .denoise import Guidance, NextStep, check_first_step, denoise
 from .embeddings import GivenText, for_transformer, number_of_prompts, split_rows
 from .hub import fetch
 from .latents import draw_noise, require_finite
@@ -47,7 +47,7 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
     """Kandinsky 5 text-to-video with NABLA attention.
 
     Args:
-        transformer: the velocity model.
+        transformer: the velocity model; None for a pipeline that only decodes.
         vae: HunyuanVideo's VAE.
         text_encoder: Qwen2.5-VL's language model. This part and the next three may be None if every prompt comes
             as embeddings.
@@ -67,7 +67,7 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
 
     def __init__(
         self,
-        transformer: Kandinsky5Transformer,
+        transformer: Kandinsky5Transformer | None,
         vae: AutoencoderKLHunyuanVideo,
         text_encoder: QwenTextEncoder | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -91,7 +91,7 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
             logger.warning("no preset is known for this checkpoint: the defaults are those of %s", FALLBACK_PRESET)
         else:
             self.register_to_config(preset=preset)
-            if self.defaults.attention_decided_by == "preset":
+            if transformer is not None and self.defaults.attention_decided_by == "preset":
                 transformer.set_attention_backend("NABLA_ATTN" if self.defaults.attention == "nabla" else "SDPA")
             if tokenizer is not None:
                 check_prefix_length(tokenizer, self.defaults.prompt_prefix_tokens)
@@ -126,6 +126,7 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
         callback_on_step_end: Callback | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
         max_sequence_length: int | None = None,
+        first_step: int = 0,
     ) -> Kandinsky5PipelineOutput | tuple[Any]:
         """Make videos of prompts. What is left out comes from the checkpoint's preset (`pipe.defaults`).
 
@@ -141,7 +142,7 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
             num_videos_per_prompt: n; the result is ordered p0 p0 p1 p1.
             generator: CPU generator of the noise, or one for each video.
             seed: in place of a generator; video i has the noise of seed + i.
-            latents: noise `[B * n, T, H, W, C]` to start from; not written to.
+            latents: noise `[B * n, T, H, W, C]` to start from, or with `first_step` a state; not written to.
             prompt_embeds: Qwen embeddings `[B, L, D]`, with `pooled_prompt_embeds`.
             pooled_prompt_embeds: CLIP embeddings `[B, D2]`.
             prompt_embeds_mask: `[B, L]`, true for real tokens; None means that all are.
@@ -158,10 +159,11 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
                 are returned, nothing is decoded.
             callback_on_step_end_tensor_inputs: names of the tensors that it gets.
             max_sequence_length: limit of a prompt in tokens.
+            first_step: steps that `latents`, as a callback or an interrupted call gave them, have behind them: the
+                call goes on as the whole run would have, to the bit. Equal to the number of steps nothing is denoised.
 
         Raises:
-            ValueError: with every problem of the request, before anything is encoded; or if latents become
-                NaN or infinite.
+            ValueError: with every problem of the request, before anything is encoded; or if latents become not finite.
         """
         request = resolve_request(
             self,
@@ -189,10 +191,12 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
             nabla_P=nabla_P,
             num_videos=num_videos_per_prompt,
         )
+        check_first_step(first_step, request.settings.num_inference_steps, latents)
         self._interrupt = False
         guidance = self._encode(request)
         latents = draw_noise(request.latent_shape, request.generators) if latents is None else latents
-        latents = self._denoise(latents, guidance, request, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        callback = callback_on_step_end, callback_on_step_end_tensor_inputs
+        latents = self._denoise(latents, guidance, request, first_step, *callback)
         frames = latents if output_type == "latent" or self._interrupt else self.decode(latents, output_type)
         self.maybe_free_model_hooks()
         return Kandinsky5PipelineOutput(frames=frames) if return_dict else (frames,)
@@ -274,16 +278,17 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
         latents: torch.Tensor,
         guidance: Guidance,
         request: Request,
+        first_step: int,
         callback: Callback | None,
         callback_tensors: Sequence[str],
     ) -> torch.Tensor:
-        settings = request.settings
+        settings, metadata = request.settings, request.attn_metadata
+        start = latents.to(self._execution_device, torch.float32)
         sigmas = make_sigmas(settings.num_inference_steps, settings.shift)
         with self.progress_bar(total=settings.num_inference_steps) as bar:  # pyright: ignore[reportCallIssue]
+            bar.n = bar.initial = first_step  # of all steps, without a say in their speed
 
-            def on_step_end(
-                step: int, latents: torch.Tensor, guidance: Guidance
-            ) -> tuple[torch.Tensor, Guidance] | None:
+            def on_step_end(step: int, latents: torch.Tensor, guidance: Guidance) -> NextStep:
                 bar.update()
                 if callback is not None:
                     tensors = _callback_tensors(latents, guidance, callback_tensors)
@@ -293,13 +298,7 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
                 return None if self._interrupt else (latents, guidance)
 
             return denoise(
-                self.transformer,
-                latents.to(self._execution_device, torch.float32),
-                sigmas,
-                guidance,
-                settings.scale_factor,
-                request.attn_metadata,
-                on_step_end,
+                self.transformer, start, sigmas, guidance, settings.scale_factor, metadata, on_step_end, first_step
             )
 
     @classmethod

@@ -18,6 +18,19 @@ class BadUsage(Exception):
     """The command line cannot be parsed."""
 
 
+class Unfinished(Exception):
+    """A run ended before its video was complete.
+
+    Attributes:
+        code: the exit code.
+        command: the command line that goes on from the state it has kept; None where it has kept none.
+    """
+
+    def __init__(self, code: int, problem: str, command: str | None) -> None:
+        super().__init__(problem)
+        self.code, self.command = code, command
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that raises where argparse's prints its usage and exits."""
 
@@ -41,6 +54,7 @@ def add_model(parser: argparse.ArgumentParser, default: str) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--config", metavar="NAME|FILE.yaml", help=f"a preset, such as demo (default: {default})")
     add("--model", metavar="HUB_ID|FOLDER|FILE", help="a checkpoint, or its transformer's .safetensors file")
+    add("--revision", metavar="COMMIT", help="of a repository (default: the preset's)")
     add("--vae", type=Path, metavar="FOLDER", help="for a FILE; like the next two it is downloaded if left out")
     add("--text-encoder", type=Path, metavar="FOLDER", help="Qwen2.5-VL with its tokenizer")
     add("--text-encoder-2", type=Path, metavar="FOLDER", help="CLIP with its tokenizer")
@@ -71,19 +85,30 @@ def add_running(group: argparse._ArgumentGroup) -> None:
     add("--debug", action="store_true", help="show the traceback of an error")
 
 
-def fail(code: int, problems: list[str], as_json: bool = False, done: Sequence[dict[str, Any]] = ()) -> int:
-    """Report problems, and in JSON the videos that were complete before; return the exit code."""
+def fail(
+    code: int,
+    problems: list[str],
+    as_json: bool = False,
+    done: Sequence[dict[str, Any]] = (),
+    command: str | None = None,
+) -> int:
+    """Report problems, in JSON the videos that were complete before, and the command that goes on; return the code."""
     problems = [" ".join(problem.split()) for problem in problems]  # one line each, whatever the libraries say
     if as_json:
+        go_on = {} if command is None else {"go_on": command}
         videos = {"videos": list(done)} if done else {}
-        print(json.dumps({"error": {"exit_code": code, "problems": problems}, **videos}))
+        print(json.dumps({"error": {"exit_code": code, "problems": problems, **go_on}, **videos}))
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
+    if command is not None:
+        print(f"go on with: {command}", file=sys.stderr)
     return code
 
 
 def fail_running(error: Exception, debug: bool, as_json: bool = False, done: Sequence[dict[str, Any]] = ()) -> int:
-    """Report what failed while running, with `debug` its traceback first; return the exit code 1."""
+    """Report what failed while running, with `debug` its traceback first; return 1, or the code of `Unfinished`."""
+    code, command = (error.code, error.command) if isinstance(error, Unfinished) else (1, None)
     if debug:
         traceback.print_exception(error)
-    return fail(1, [f"{error}" if debug else f"{error} (--debug shows the traceback)"], as_json, done)
+    hint = "" if debug or code == 130 else " (--debug shows the traceback)"
+    return fail(code, [f"{error}{hint}"], as_json, done, command)

@@ -18,7 +18,7 @@ from kandinsky5_nabla.models.headers import read_headers, weight_files
 from kandinsky5_nabla.pipeline.checks import Report
 from kandinsky5_nabla.pipeline.lora_files import LoraRequest, find_lora, lora_problems, parse_lora, read_lora
 from kandinsky5_nabla.pipeline.safety import check_folder, check_weights, read_json
-from kandinsky5_nabla.pipeline.single_file import attention_of, checked_file, part_folder
+from kandinsky5_nabla.pipeline.single_file import SOURCES, attention_of, checked_file, part_folder
 
 DEFAULT_PRESET = "lite-t2v-10s-sft"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # "./name" is a folder
@@ -41,7 +41,8 @@ class Checkpoint:
         parts: folders for the other parts of a single file; those that are left out come from their repositories.
         cache_dir: of the Hub's files; None for the usual one.
         offline: open no connection.
-        without_text: the text encoders are not needed.
+        left_out: parts that are not loaded.
+        revision: of a repository, where another than the preset's was asked for.
         folder: where the Diffusers layout lies, once it lies here.
         file: where the file of the original layout lies, once it lies here.
         commit: of the repository, once it was fetched.
@@ -55,15 +56,16 @@ class Checkpoint:
     parts: dict[str, Path] = field(default_factory=dict)
     cache_dir: Path | None = None
     offline: bool = False
-    without_text: bool = False
+    left_out: tuple[str, ...] = ()
+    revision: str | None = None
     folder: Path | None = None
     file: Path | None = None
     commit: str | None = None
 
     @property
-    def left_out(self) -> tuple[str, ...]:
-        """The parts that are not loaded."""
-        return TEXT_PARTS if self.without_text else ()
+    def without_text(self) -> bool:
+        """Whether the text encoders are left out."""
+        return "text_encoder" in self.left_out
 
     def fetched(self) -> Checkpoint:
         """Return the checkpoint with its folder on this machine: a repository is downloaded, or found in the cache.
@@ -76,7 +78,7 @@ class Checkpoint:
         from kandinsky5_nabla.pipeline.hub import fetch, fetch_file
         from kandinsky5_nabla.pipeline.hub_files import PARTS as FOLDERS
 
-        where = {"revision": self.preset.revision, "cache_dir": self.cache_dir, "offline": self.offline}
+        where = {"revision": self.revision or self.preset.revision, **self._hub}
         if self.kind == "original":
             name = f"{ORIGINAL_FOLDER}/{self.preset.original_file}"
             snapshot = fetch_file(self.model, name, **where)
@@ -86,6 +88,29 @@ class Checkpoint:
         snapshot = fetch(self.model, parts=needed, **where)
         configs = _read_configs(snapshot.folder)
         return dataclasses.replace(self, folder=snapshot.folder, commit=snapshot.commit, configs=configs)
+
+    def vae_folder(self) -> Path:
+        """Return the VAE's folder on this machine; of a repository nothing else is fetched.
+
+        Raises:
+            OSError: as `fetched`.
+        """
+        if self.folder is not None:
+            return self.folder / "vae"
+        if "vae" in self.parts:
+            return part_folder("vae", self.parts["vae"])
+        from kandinsky5_nabla.pipeline.hub import fetch
+
+        source = SOURCES["vae"]
+        if self.kind == "hub":
+            source = dataclasses.replace(source, repository=self.model, subfolder="vae")
+        revision = self.revision or self.preset.revision if self.kind == "hub" else None
+        parts = {source.subfolder: source.part}
+        return fetch(source.repository, revision=revision, parts=parts, **self._hub).folder / source.subfolder
+
+    @property
+    def _hub(self) -> dict[str, Any]:
+        return {"cache_dir": self.cache_dir, "offline": self.offline}
 
 
 def find_checkpoint(report: Report, args: argparse.Namespace, default_preset: str) -> Checkpoint | None:
@@ -99,8 +124,9 @@ def find_checkpoint(report: Report, args: argparse.Namespace, default_preset: st
     model = args.model or preset.model
     parts = {name: Path(path) for name in PARTS if (path := getattr(args, name, None)) is not None}
     report.add(cache_problems(args.cache_dir))
-    without_text = getattr(args, "embeds", None) is not None
     kind = _kind(model, preset)
+    if args.revision is not None and kind in ("folder", "file"):
+        report.add([f"--revision {args.revision}: for a repository of the Hub; leave it out for {model}"])
     if parts and kind not in ("file", "original"):
         options = ", ".join("--" + name.replace("_", "-") for name in parts)
         report.add([f"{options}: for a transformer in a file of its own (--model FILE.safetensors); leave it out"])
@@ -113,7 +139,8 @@ def find_checkpoint(report: Report, args: argparse.Namespace, default_preset: st
         parts,
         args.cache_dir,
         args.offline,
-        without_text,
+        _left_out(args),
+        args.revision,
         Path(model) if kind == "folder" else None,
         Path(model) if kind == "file" else None,
     )
@@ -187,6 +214,13 @@ def _preset(args: argparse.Namespace, default: str) -> Preset:
     index = Path(args.model) / "model_index.json"
     name = read_json(index).get("preset") if index.is_file() else None
     return load_preset(name or DEFAULT_PRESET)
+
+
+def _left_out(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the parts that these arguments, which may be those of another command line, do not need."""
+    if getattr(args, "decode_only", None) is not None:
+        return (*TEXT_PARTS, "transformer")
+    return TEXT_PARTS if getattr(args, "embeds", None) is not None else ()
 
 
 def _kind(model: str, preset: Preset) -> str:

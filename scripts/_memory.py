@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kandinsky5_nabla.configs import find_preset
 from kandinsky5_nabla.configs.tiles import vae_tiles
 from kandinsky5_nabla.models.headers import DIFFUSERS_WEIGHTS, TRANSFORMERS_WEIGHTS
-from kandinsky5_nabla.pipeline.memory import MemoryPlan, Run, budget, choose
+from kandinsky5_nabla.pipeline.memory import WAYS, MemoryPlan, Run, budget, choose, remedy
 from kandinsky5_nabla.pipeline.single_file import part_folder
 from kandinsky5_nabla.pipeline.sizes import (
     Part,
@@ -31,9 +31,13 @@ NOTHING = Part(0)
 def plan_memory(setup: Setup) -> MemoryPlan | None:
     """Return how the run is to be placed in the memory that is free now; None where the sizes are not known yet.
 
+    None also for a run that only decodes, which has nothing to place beside the VAE.
+
     Raises:
         ValueError: if it does not fit; the message has the smallest change that does.
     """
+    if "transformer" in setup.checkpoint.left_out:
+        return None
     sizes = known_sizes(setup.checkpoint)
     if sizes is None:
         return None
@@ -51,6 +55,27 @@ def plan_memory(setup: Setup) -> MemoryPlan | None:
         tile=setup.tile or vae_tiles()[0],
     )
     return choose(sizes, run, budget(setup.device), setup.offload)
+
+
+def less_for_denoising(setup: Setup) -> str:
+    """Return what would fit where the denoising has run out of the memory that was planned for it.
+
+    It names the next way to offload that takes a tenth less than the denoising was to take or, if there is none, what
+    `choose` would.
+    """
+    plan, sizes = setup.memory, known_sizes(setup.checkpoint)
+    assert plan is not None, "it runs, so it was planned"
+    assert sizes is not None, "likewise"
+    totals = {stage.name: stage.total for stage in plan.stages}
+    less = plan.needed - max(totals.values()) + 0.9 * totals["denoise"]
+    ways = list(dict.fromkeys(way for way, _ in WAYS))
+    for way in ways[ways.index(plan.offload) + 1 :]:
+        try:
+            choose(sizes, plan.run, less, way)
+        except ValueError:  # it does not fit, or is none on this device
+            continue
+        return f"What would fit: --offload {way}"
+    return remedy(sizes, plan.run, less, "auto")
 
 
 def known_sizes(checkpoint: Checkpoint) -> Sizes | None:

@@ -15,7 +15,6 @@ from kandinsky5_nabla.pipeline.files import complete_file
 
 MAX_STEM_BYTES = 70
 """With the seed, a number and .mp4 a name stays below 100 bytes."""
-LATENTS_SUFFIX = ".latents.safetensors"
 
 
 def safe_name(prompt: str) -> str:
@@ -77,8 +76,7 @@ def taken(kind: str, paths: Iterable[Path], overwrite: bool) -> Iterator[str]:
         if path.is_dir():
             yield f"{kind} {path}: is a folder; name another file"
         elif not overwrite:
-            kept = " (latents of a run that did not finish)" if path.name.endswith(LATENTS_SUFFIX) else ""
-            yield f"{kind} {path}: exists{kept}; choose another name or add --overwrite"
+            yield f"{kind} {path}: exists; choose another name or add --overwrite"
 
 
 def named_file_problems(kind: str, path: Path, example: str, overwrite: bool) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from kandinsky5_nabla.configs import find_preset
 from kandinsky5_nabla.pipeline.checks import MAX_COUNT, Report, prompt_list
 from kandinsky5_nabla.scripts._outputs import (
-    LATENTS_SUFFIX,
     file_problems,
     folder_problems,
     free_names,
@@ -20,6 +20,7 @@ from kandinsky5_nabla.scripts._outputs import (
     safe_name,
     taken,
 )
+from kandinsky5_nabla.scripts._repeat import Saved, running_arguments
 from kandinsky5_nabla.scripts._setup import (
     NOTHING_TO_REPORT,
     BadInput,
@@ -27,6 +28,7 @@ from kandinsky5_nabla.scripts._setup import (
     make_setup,
     seed_problems,
 )
+from kandinsky5_nabla.scripts._state import SUFFIX, StateFolder
 
 if TYPE_CHECKING:
     from kandinsky5_nabla.pipeline.embeds_file import EmbedsFile
@@ -41,9 +43,9 @@ class Video:
     output: Path
 
     @property
-    def latents(self) -> Path:
-        """Where the latents lie while they are decoded."""
-        return _latents_of(self.output)
+    def record(self) -> Path:
+        """Where its record lies, beside it."""
+        return self.output.with_suffix(".json")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Plan:
         embeds: prompts that are encoded already; None where they are to be encoded.
         save_embeds: where to write the encoded prompts; None for nowhere.
         overwrite: replace existing files.
+        saved: the state to go on from, or the record that was repeated; None for a run of its own.
+        decode_only: decode the state's latents and leave it as it is.
+        checkpoint_every: steps from one save of the state to the next; None for as often as a minute of work asks for.
+        keep_state: leave the state where it is when the video is complete.
+        running: arguments that a command which goes on has to repeat.
     """
 
     setup: Setup
@@ -65,21 +72,37 @@ class Plan:
     embeds: EmbedsFile | None
     save_embeds: Path | None
     overwrite: bool
+    saved: Saved | None
+    decode_only: bool
+    checkpoint_every: int | None
+    keep_state: bool
+    running: dict[str, Any]
+
+    @property
+    def state(self) -> Saved | None:
+        """The state to go on from; None where the run has to make its own."""
+        return None if self.saved is None or self.saved.folder is None else self.saved
 
     def describe(self) -> dict[str, Any]:
         """Return the plan as plain values."""
         outputs = [{"file": str(v.output), "seed": v.seed, "prompt": v.prompt} for v in self.videos]
         report = {} if self.report is None else {"report": str(self.report)}
-        return {**self.setup.describe(), "memory": self.memory_lines(), "outputs": outputs, **report}
+        state = {} if self.state is None else {"state": str(self.state.folder), "completed_steps": self.state.completed}
+        return {**self.setup.describe(), "memory": self.memory_lines(), "outputs": outputs, **report, **state}
+
+    def cautions(self) -> list[str]:
+        """Return sentences about what may not come out as expected."""
+        return [*self.setup.cautions, *([] if self.saved is None else self.saved.cautions())]
 
     def memory_lines(self) -> list[str]:
         """Return what each stage is expected to take, for people."""
-        memory = self.setup.memory
-        return ["memory: planned once the checkpoint is here"] if memory is None else memory.lines()
+        if self.setup.memory is not None:
+            return self.setup.memory.lines()
+        return ["memory: that of the VAE" if self.decode_only else "memory: planned once the checkpoint is here"]
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
-    """Return the plan of parsed arguments.
+def make_plan(args: argparse.Namespace, saved: Saved | None = None) -> Plan:
+    """Return the plan of parsed arguments, which `_repeat.complete` may have completed from a record.
 
     Raises:
         BadInput: with every problem that was found.
@@ -98,10 +121,19 @@ def make_plan(args: argparse.Namespace) -> Plan:
         folder_problems("output", Path()) if args.output is None else file_problems("output", args.output, "video.mp4")
     )
     videos = [] if unusable or args.num_videos > MAX_COUNT else _videos(args)
-    files = [path for video in videos for path in (video.output, video.latents)]
-    report.add(unusable or taken("output", files, args.overwrite))
+    own = saved is not None and args.resume is not None and saved.owns_output()
+    overwrite = args.overwrite or own
+    report.add(unusable or taken("output", [p for v in videos for p in (v.output, v.record)], overwrite))
+    if saved is None or saved.folder is None:
+        report.add(_state_problems(videos, args.overwrite))
+    if saved is not None:
+        report.add(saved.problems(setup))
+    if args.checkpoint_every is not None and not 1 <= args.checkpoint_every <= MAX_COUNT:
+        report.add([f"--checkpoint-every {args.checkpoint_every}: must be from 1 to {MAX_COUNT} steps"])
     if args.report is not None:
         report.add(named_file_problems("report", args.report, "report.json", args.overwrite))
+        if args.report in [video.record for video in videos]:
+            report.add([f"report {args.report}: is the name of the video's own record; choose another"])
         report.add([] if setup.sparse else [f"--report: {NOTHING_TO_REPORT}; leave it out"])
     if args.save_embeds is not None:
         report.add(named_file_problems("save-embeds", args.save_embeds, "prompts.safetensors", args.overwrite))
@@ -110,7 +142,19 @@ def make_plan(args: argparse.Namespace) -> Plan:
         report.add(_embeds_problems(embeds, setup, args.prompt))
     if report.problems:
         raise BadInput(report.problems)
-    return Plan(setup, videos, args.report, embeds, args.save_embeds, args.overwrite)
+    return Plan(
+        setup,
+        videos,
+        args.report,
+        embeds,
+        args.save_embeds,
+        overwrite,
+        saved,
+        args.decode_only is not None,
+        args.checkpoint_every,
+        args.keep_state,
+        running_arguments(args),
+    )
 
 
 def _load_embeds(report: Report, path: Path) -> EmbedsFile | None:
@@ -140,12 +184,23 @@ def _embeds_problems(embeds: EmbedsFile, setup: Setup, prompts: list[str]) -> It
             yield f"--embeds: {error}"
 
 
+def _state_problems(videos: list[Video], overwrite: bool) -> Iterator[str]:
+    """Yield which states of other runs are in the way."""
+    for folder in (StateFolder.of(video.output) for video in videos):
+        if os.path.exists(folder.path) and not os.path.isdir(folder.path):
+            yield f"output {folder}: is where the state of the run lies, and a file has that name; choose another name"
+        elif folder.exists() and not overwrite:
+            yield (
+                f"output {folder}: holds the state of a run; --resume {folder} goes on with it, --overwrite begins anew"
+            )
+
+
 def _videos(args: argparse.Namespace) -> list[Video]:
     first = secrets.randbelow(2**31) if args.seed is None else args.seed
     pairs = [(prompt, first + i) for prompt in args.prompt or [] for i in range(args.num_videos)]
     if args.output is None:
         names = [Path(f"{safe_name(prompt)}-{seed}.mp4") for prompt, seed in pairs]
-        outputs = free_names(names, lambda name: not args.overwrite and (name.exists() or _latents_of(name).exists()))
+        outputs = free_names(names, lambda name: not args.overwrite and _is_taken(name))
     elif len(pairs) == 1:
         outputs = [args.output]
     else:
@@ -153,5 +208,5 @@ def _videos(args: argparse.Namespace) -> list[Video]:
     return [Video(prompt, seed, output) for (prompt, seed), output in zip(pairs, outputs, strict=True)]
 
 
-def _latents_of(output: Path) -> Path:
-    return output.with_suffix(LATENTS_SUFFIX)
+def _is_taken(output: Path) -> bool:
+    return any(output.with_suffix(suffix).exists() for suffix in (output.suffix, ".json", SUFFIX))

@@ -22,6 +22,7 @@ from kandinsky5_nabla.scripts._arguments import (
     fail,
     fail_running,
 )
+from kandinsky5_nabla.scripts._interrupt import Interrupts, caught_interrupts
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,10 +41,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="FILE.mp4", help="default: a name made of prompt and seed, in this folder")
     add("--save-embeds", type=Path, metavar="FILE", help="write the encoded prompts to a .safetensors file, too")
     add("--embeds", type=Path, metavar="FILE", help="such a file in place of the text encoders; all of it, or --prompt")
+    add("--from", type=Path, dest="repeat", metavar="FILE", help="repeat the run of an MP4 or NAME.json; others win")
     add("--report", type=Path, metavar="FILE.json", help="write what NABLA kept, in each layer and step of each video")
     add("--overwrite", action="store_true", help="replace existing files")
     add_model(parser, "lite-t2v-10s-sft")
     add_sampling(parser)
+    add = parser.add_argument_group("state (NAME.k5 beside NAME.mp4, until that is complete)").add_argument
+    add("--resume", type=Path, metavar="NAME.k5", help="go on with a run that did not finish")
+    add("--decode-only", type=Path, metavar="NAME.k5", help="decode its last latents again; NAME.k5 is kept")
+    add("--checkpoint-every", type=int, metavar="N", help="steps from save to save (default: a minute of work)")
+    add("--keep-state", action="store_true", help="keep NAME.k5 when the video is complete")
     group = parser.add_argument_group("running")
     add_running(group)
     add = group.add_argument
@@ -56,19 +63,21 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv, parser = sys.argv[1:] if argv is None else argv, build_parser()
     try:
-        return _main(build_parser().parse_args(argv))
+        with caught_interrupts() as interrupts:
+            return _main(parser.parse_args(argv), parser, interrupts)
     except BadUsage as error:
         return fail(2, [str(error)], "--json" in argv)
     except KeyboardInterrupt:
         return fail(130, ["interrupted"], "--json" in argv)
 
 
-def _main(args: argparse.Namespace) -> int:
+def _main(args: argparse.Namespace, parser: argparse.ArgumentParser, interrupts: Interrupts) -> int:
     if args.version:
-        versions = _versions()
-        print(json.dumps(versions) if args.json else ", ".join(" ".join(each) for each in versions.items()))
+        from kandinsky5_nabla.scripts._record import versions
+
+        print(json.dumps(versions()) if args.json else ", ".join(" ".join(each) for each in versions().items()))
         return 0
     if args.list:
         from kandinsky5_nabla.configs import load_preset, preset_names
@@ -78,12 +87,13 @@ def _main(args: argparse.Namespace) -> int:
         print(json.dumps({each.name: asdict(each) for each in presets}) if args.json else table(presets))
         return 0
     from kandinsky5_nabla.scripts._plan import make_plan  # here: --help answers at once
+    from kandinsky5_nabla.scripts._repeat import complete
     from kandinsky5_nabla.scripts._setup import BadInput
 
     done: list[dict[str, Any]] = []
     try:
-        plan = make_plan(args)
-        for caution in plan.setup.cautions:
+        plan = make_plan(*complete(args, parser))
+        for caution in plan.cautions():
             print(f"warning: {caution}", file=sys.stderr)
         if args.dry_run:
             result: dict[str, Any] = {"dry_run": True, **plan.describe()}
@@ -95,7 +105,7 @@ def _main(args: argparse.Namespace) -> int:
                 if not args.json:
                     print(_line(video), flush=True)
 
-            result = run(plan, on_video)
+            result = run(plan, on_video, interrupts)
     except BadInput as error:
         return fail(2, error.problems, args.json)
     except Exception as error:
@@ -118,13 +128,6 @@ def _line(video: dict[str, Any]) -> str:
         f"{video['file']}: {video['width']}x{video['height']}, {frames} at {video['fps']:g} fps, "
         f"seed {video['seed']}; {seconds}"
     )
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    names = ("kandinsky5-nabla", "torch", "diffusers", "transformers")
-    return {name: version(name) for name in names}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from kandinsky5_nabla.pipeline.embeddings import split_rows
 from kandinsky5_nabla.pipeline.embeds_file import EncodedTexts, check_fits, load_embeds, save_embeds
-from kandinsky5_nabla.pipeline.latents import save_latents
+from kandinsky5_nabla.pipeline.state import save_state
 from kandinsky5_nabla.pipeline.text import TextEmbeddings
 
 PROMPTS = ["a red square", "a  blue circle, moving up — fast"]
@@ -181,7 +181,7 @@ def test_garbage_is_named(file, content):
 
 
 def test_safetensors_files_of_other_kinds_are_refused(tmp_path):
-    latents = save_latents(tmp_path / "a.latents.safetensors", torch.zeros(1, 1, 2, 2, 8), prompt="a cat")
+    latents = save_state(tmp_path / "a.safetensors", {"latents": torch.zeros(1, 1, 2, 2, 8), "completed": 0})
     weights = tmp_path / "weights.safetensors"
     save_file({"0.prompt_embeds": torch.zeros(1, 1, 6)}, weights, metadata={"format": "pt"})
     bare = tmp_path / "bare.safetensors"

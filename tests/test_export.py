@@ -133,15 +133,19 @@ def test_another_process_on_fewer_processors_writes_the_same_bytes(tmp_path):
         from kandinsky5_nabla.pipeline.export import export_video
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        export_video(np.load(sys.argv[1]), sys.argv[2])
+        for path in sys.argv[2:]:
+            export_video(np.load(sys.argv[1]), path, codec=os.path.basename(path).split(".")[0])
     """
-    frames = np.random.default_rng(0).integers(0, 256, (9, 256, 256, 3), np.uint8)
+    frames = np.random.default_rng(0).integers(0, 256, (9, 128, 128, 3), np.uint8)
     np.save(tmp_path / "frames.npy", frames)
-    done = run_python(code, tmp_path / "frames.npy", tmp_path / "other.mp4")
+    there = [tmp_path / name for name in ("h264.mp4", "h265.mp4", "gif.gif")]
+    done = run_python(code, tmp_path / "frames.npy", *there)
     assert done.returncode == 0, done.stderr
-    here = export_video(frames, tmp_path / "here.mp4").read_bytes()
-    assert hashlib.sha256(here).digest() == hashlib.sha256((tmp_path / "other.mp4").read_bytes()).digest()
-    assert b"Lavf" not in here  # the version of the program
+    for other in there:
+        here = export_video(frames, tmp_path / f"here-{other.name}", codec=other.stem).read_bytes()
+        assert hashlib.sha256(here).digest() == hashlib.sha256(other.read_bytes()).digest()
+        assert b"Lavf" not in here  # the version of the program
+        assert b"x265 (build" not in here  # its options, among them the features of the CPU
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -167,8 +171,8 @@ NAN = np.where(np.arange(5)[:, None, None, None] == 3, np.nan, UINT8 / 255)
     [
         ([], "no frames"),
         (iter(()), "no frames"),
-        (np.zeros((2, 33, 50, 3), np.uint8), "33x50.*even numbers: 32x50, 34x50"),
-        (np.zeros((2, 34, 1, 3), np.uint8), "34x1 .*even numbers: 34x2"),
+        (np.zeros((2, 33, 50, 3), np.uint8), "33x50.*even numbers.*: 32x50, 34x50"),
+        (np.zeros((2, 34, 1, 3), np.uint8), "34x1 .*even numbers of at least 2: 34x2 would"),
         (np.zeros((2, 33, 51, 3), np.uint8), "32x50, 32x52, 34x50, 34x52"),
         ([UINT8[0], UINT8[0], UINT8[0][:32]], "frame 2 is 32x50.*the first is 34x50"),
         (NAN, "frame 3 holds values that are not finite"),
@@ -191,13 +195,13 @@ def test_frames_that_cannot_be_written_are_refused_and_leave_nothing(tmp_path, f
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"fps": 0}, "fps must be a positive number, at most 1000, got 0"),
+        ({"fps": 0}, "fps must be a number from 1/1001 to 1000 with codec 'h264', got 0"),
         ({"fps": -24}, "fps must be"),
         ({"fps": float("nan")}, "fps must be"),
         ({"fps": float("inf")}, "fps must be"),
         ({"fps": 1e-5}, "fps must be"),
         ({"fps": 1001}, "fps must be"),
-        ({"crf": 52}, "crf must be between 0 and 51, got 52"),
+        ({"crf": 52}, "crf must be a whole number from 0 to 51, got 52: 18 works"),
         ({"crf": -1}, "crf must be"),
         ({"num_frames": 4}, "more than the 4 frames"),
         ({"num_frames": 6}, "there are 5 frames, 6 were asked for"),
@@ -301,66 +305,6 @@ def test_names_that_look_like_options_patterns_or_protocols_are_only_names(tmp_p
     assert os.listdir(Path(name).parent) == [Path(name).name]
 
 
-def test_a_file_that_cannot_grow_is_an_error_and_leaves_nothing(tmp_path):
-    """A limit on the size of files stands for a full disk: ffmpeg stops in the middle of the file."""
-    code = """
-        import resource, sys, numpy as np
-        from kandinsky5_nabla.pipeline.export import export_video
-        noise = np.random.default_rng(0).integers(0, 256, (17, 256, 256, 3), np.uint8)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        try:
-            export_video(noise, sys.argv[1])
-        except RuntimeError as error:
-            print(error)
-    """
-    pytest.importorskip("resource")
-    done = run_python(code, tmp_path / "video.mp4")
-    assert done.stdout.startswith("ffmpeg ended with status"), done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def use_ffmpeg_wrapper(tmp_path, monkeypatch, script):
-    """Put a shell script before the real ffmpeg, whose path is $ffmpeg and whose last argument is "file:$output"."""
-    import imageio_ffmpeg
-
-    wrapper = tmp_path / "ffmpeg"
-    head = 'for last; do :; done; output="${last#file:}"'
-    wrapper.write_text(f"#!/bin/sh\nffmpeg='{imageio_ffmpeg.get_ffmpeg_exe()}'\n{head}\n{script}\n")
-    wrapper.chmod(0o755)
-    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(wrapper))
-    folder = tmp_path / "out"
-    folder.mkdir()
-    return folder
-
-
-@pytest.mark.skipif(os.name != "posix", reason="the wrapper is a shell script")
-@pytest.mark.parametrize(
-    "damage",
-    [
-        'truncate -s $(($(wc -c < "$output") * 60 / 100)) "$output"',
-        'truncate -s 0 "$output"',
-        # A file that is whole in itself, with some of the frames.
-        '"$ffmpeg" -v error -i "$output" -c copy -t 0.2 "$output.mp4" && mv "$output.mp4" "$output"',
-        None,
-    ],
-)
-def test_a_file_cut_short_by_an_encoder_that_reports_success_is_found(tmp_path, monkeypatch, damage):
-    script = f'"$ffmpeg" "$@" || exit; if [ -f "$output" ]; then {damage or ":"}; fi'
-    folder = use_ffmpeg_wrapper(tmp_path, monkeypatch, script)
-    noise = np.random.default_rng(0).integers(0, 256, (9, 64, 64, 3), np.uint8)
-    if damage:
-        assert_leaves_nothing(folder, RuntimeError, noise, "not written completely")
-    else:  # the wrapper alone does no harm
-        assert export_video(noise, folder / "video.mp4").exists()
-
-
-@pytest.mark.skipif(os.name != "posix", reason="the wrapper is a shell script")
-def test_what_ffmpeg_says_last_is_in_the_error(tmp_path, monkeypatch):
-    folder = use_ffmpeg_wrapper(tmp_path, monkeypatch, "echo first >&2; echo 'No space left on device' >&2; exit 7")
-    frames = np.zeros((30, 256, 256, 3), np.uint8)  # more than a pipe holds: writing fails too
-    assert_leaves_nothing(folder, RuntimeError, frames, "^ffmpeg ended with status 7: No space left on device$")
-
-
 def test_reading_picks_frames_by_number(tmp_path):
     path = export_video(smooth_frames(17), tmp_path / "video.mp4")
     everything, info = read_video(path)
@@ -381,15 +325,3 @@ def test_files_that_are_no_complete_video_are_refused_by_name(tmp_path, read):
         (tmp_path / "broken.mp4").write_bytes(content)
         with pytest.raises(ValueError, match=r"broken\.mp4 is not a complete video"):
             read(tmp_path / "broken.mp4")
-
-
-def test_a_comment_is_in_the_file_and_changes_nothing_else(tmp_path):
-    import imageio_ffmpeg
-
-    frames = np.full((2, 16, 16, 3), 90, np.uint8)
-    text = '{"prompt": "quotes and = ; # кот", "seed": 7}'
-    path = export_video(frames, tmp_path / "video.mp4", comment=text)
-    dump = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(path), "-f", "ffmetadata", "-"]
-    metadata = subprocess.run(dump, capture_output=True, check=True).stdout.decode()
-    assert f"comment={text}" in metadata.replace("\\", "")
-    assert np.array_equal(read_video(path)[0], read_video(export_video(frames, tmp_path / "other.mp4"))[0])

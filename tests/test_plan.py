@@ -19,9 +19,9 @@ def folder(tmp_path, monkeypatch):
     """The working folder, with a few things in the way, on a machine without CUDA."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("folder", "folder.mp4", "full.latents.safetensors"):
+    for name in ("folder", "folder.mp4", "left.k5", "bare.k5"):
         (tmp_path / name).mkdir()
-    for name in ("taken.mp4", "taken.json", "left.latents.safetensors", "many-2.mp4"):
+    for name in ("taken.mp4", "kept.json", "left.k5/settings.json", "full.k5", "many-2.mp4"):
         (tmp_path / name).write_text("precious")
     (tmp_path / "odd.yaml").write_text("name: [")
     return tmp_path
@@ -140,15 +140,29 @@ ONE_PROBLEM = {
     "--output missing/cat.mp4": "output folder missing: does not exist; create it first",
     "--output taken.mp4/cat.mp4": "output folder taken.mp4: does not exist",
     "--output taken.mp4": "output taken.mp4: exists; choose another name or add --overwrite",
-    "--output left.mp4": "output left.latents.safetensors: exists (latents of a run that did not finish); choose",
-    "--output full.mp4 --overwrite": "output full.latents.safetensors: is a folder",
+    "--output kept.mp4": "output kept.json: exists; choose another name or add --overwrite",
+    "--output left.mp4": "output left.k5: holds the state of a run; --resume left.k5 goes on with it, --overwrite",
+    "--output full.mp4 --overwrite": "output full.k5: is where the state of the run lies, and a file has that name",
     "--output many.mp4 --num-videos 2": "output many-2.mp4: exists",
-    f"--output {'x' * 240}.mp4": f"output {'x' * 240}.latents.safetensors: File name too long",
-    "--report taken.json": "report taken.json: exists; choose another name or add --overwrite",
+    f"--output {'x' * 251}.mp4": f"output {'x' * 251}.json: File name too long",
+    "--report kept.json": "report kept.json: exists; choose another name or add --overwrite",
     "--report folder --overwrite": "report folder: is a folder; name a file in it, such as folder/report.json",
     "--report cat.txt": "report cat.txt: must be a name that ends in .json",
     "--report missing/cat.json": "report folder missing: does not exist; create it first",
+    "--report cat.json --output cat.mp4": "report cat.json: is the name of the video's own record; choose another",
     "--report cat.json --attention SDPA": "--report: attention is dense here and keeps every block",
+    "--checkpoint-every 0": "--checkpoint-every 0: must be from 1 to 10000 steps",
+    "--revision main": "--revision main: for a repository of the Hub; leave it out for",
+    "--resume missing.k5": "--resume missing.k5: there is no state of a run in missing.k5",
+    "--resume missing.mp4": "--resume missing.mp4: there is no state of a run in missing.k5",
+    "--resume bare.k5": "--resume bare.k5: there is no state of a run in bare.k5",
+    "--resume left.k5": "--resume left.k5: left.k5/settings.json is damaged",
+    "--decode-only missing.k5": "--decode-only missing.k5: there is no state of a run in missing.k5",
+    "--from missing.mp4": "--from missing.mp4: there is no such file",
+    "--from taken.mp4": "--from taken.mp4: ",
+    "--from kept.json": "--from kept.json: holds no record of a run",
+    "--from left.k5": "--from left.k5: ",
+    "--resume left.k5 --from taken.mp4": "--resume and --from exclude each other: give one",
     "--dtype int8": "argument --dtype: invalid choice: 'int8'",
     "--offload disk": "argument --offload: invalid choice: 'disk'",
     "--height tall": "argument --height: invalid int value: 'tall'",
@@ -246,13 +260,13 @@ def test_what_can_be_honoured_is_planned_as_asked(plan_of, argv, key, value):
     assert plan_of("--prompt", "a cat", *argv.split())[key] == value
 
 
-@pytest.mark.parametrize("name", ["cat.mp4", "cat.MP4", "folder/cat.mp4", "taken.mp4", "left.mp4", f"{'x' * 220}.mp4"])
+@pytest.mark.parametrize("name", ["cat.mp4", "cat.MP4", "folder/cat.mp4", "taken.mp4", "left.mp4", f"{'x' * 250}.mp4"])
 def test_a_good_output_name_is_used_as_it_is(plan_of, name):
     plan = plan_of("--prompt", "a cat", "--output", name, "--overwrite")
     assert [output["file"] for output in plan["outputs"]] == [name]
 
 
-@pytest.mark.parametrize("name", ["cat.json", "cat.JSON", "folder/cat.json", "taken.json"])
+@pytest.mark.parametrize("name", ["cat.json", "cat.JSON", "folder/cat.json", "kept.json"])
 def test_a_good_name_of_a_report_is_planned_and_nothing_is_written(plan_of, name):
     assert plan_of("--prompt", "a cat", "--report", name, "--overwrite")["report"] == name
     assert "report" not in plan_of("--prompt", "a cat")
@@ -301,8 +315,10 @@ def test_any_prompt_makes_a_valid_file_name_of_at_most_100_bytes(plan_of, folder
         (folder / name).write_text("a name of the file system, from now on taken")
 
 
-def test_a_name_that_is_taken_gets_a_number_unless_overwriting_is_asked_for(plan_of, folder):
-    (folder / "a-cat-5.mp4").touch()
+@pytest.mark.parametrize("suffix", ["mp4", "json", "k5"])
+def test_a_name_that_is_taken_gets_a_number_unless_overwriting_is_asked_for(plan_of, folder, suffix):
+    taken = folder / f"a-cat-5.{suffix}"
+    taken.mkdir() if suffix == "k5" else taken.touch()
     argv = ("--prompt", "a cat", "--prompt", "A CAT!", "--seed", "5")
     assert [output["file"] for output in plan_of(*argv)["outputs"]] == ["a-cat-5-2.mp4", "a-cat-5-3.mp4"]
     overwriting = plan_of(*argv, "--overwrite")["outputs"]

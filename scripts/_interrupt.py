@@ -1,0 +1,56 @@
+"""Ctrl-C and SIGTERM: a run that denoises ends after the step it is in, any other at once."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+
+class Interrupts:
+    """What the user has asked for.
+
+    Attributes:
+        requested: whether the run is to end after its step.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._waiting = False
+
+    @contextmanager
+    def after_step(self) -> Iterator[None]:
+        """Let the first signal within the body ask, and the second one end it."""
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self._waiting = False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal.
+
+        Raises:
+            KeyboardInterrupt: if the run is to end at once.
+        """
+        if self.requested or not self._waiting:
+            raise KeyboardInterrupt
+        self.requested = True
+        with suppress(RuntimeError):  # it came while stderr was written to
+            print("stopping after this step (once more: at once) ...", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def caught_interrupts() -> Iterator[Interrupts]:
+    """Handle the two signals within the body, but for one that the process was started to ignore."""
+    interrupts, before = Interrupts(), {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, interrupts.handle)
+    try:
+        yield interrupts
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,174 @@
+"""Arguments completed from a record: of a state (`--resume`, `--decode-only`) or of a video (`--from`)."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kandinsky5_nabla.scripts._arguments import BadUsage
+from kandinsky5_nabla.scripts._record import FIXED, Record, as_argv, versions
+from kandinsky5_nabla.scripts._setup import BadInput, Setup
+from kandinsky5_nabla.scripts._state import SUFFIX, StateFolder
+
+SOURCES = {"resume": "--resume", "decode_only": "--decode-only", "repeat": "--from"}
+RUNNING = ("cache_dir", "offline", "offload", "checkpoint_every", "keep_state", "overwrite", "json", "debug")
+"""Arguments that change no number: a resumed run may have others, and the command that goes on repeats them."""
+REPLACED = {
+    "config": ("model", "revision"),
+    "model": ("revision", "vae", "text_encoder", "text_encoder_2"),
+    "duration": ("num_frames",),
+}
+"""What an argument beside `--from` puts out of force, besides its own value of the record."""
+FREE = {"resume": (*RUNNING, "report", "dry_run"), "decode_only": (*RUNNING, "dry_run", "vae_tile", "output")}
+"""What a state leaves open, for each way to use it."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What arguments were completed from.
+
+    Attributes:
+        source: file or folder.
+        record: its record.
+        output: the video that the record is of.
+        folder: the state; None for a record alone, which is the beginning of a new run.
+        completed: steps that the state has behind it.
+        chosen: whether the arguments name a preset or model of their own.
+    """
+
+    source: Path
+    record: Record
+    output: Path
+    folder: StateFolder | None = None
+    completed: int = 0
+    chosen: bool = False
+
+    def owns_output(self) -> bool:
+        """Return whether the video is complete already: its run ended while it put its state away."""
+        files = [path for path in (self.output, self.output.with_suffix(".json")) if path.exists()]
+        return self.output in files and all(_holds(path, self.record) for path in files)
+
+    def cautions(self) -> list[str]:
+        """Return a sentence where other versions than the record's are installed."""
+        now, then = versions(), self.record.versions
+        changed = [f"{name} {then.get(name)}, here {now[name]}" for name in now if then.get(name) != now[name]]
+        return [f"{self.source} was made with {'; '.join(changed)}: numbers may differ"] if changed else []
+
+    def problems(self, setup: Setup) -> Iterator[str]:
+        """Yield which numbers of the preset are no longer those of the record."""
+        now = {"scale_factor": tuple(map(float, setup.settings.scale_factor)), "fps": float(setup.preset.fps)}
+        for name in () if self.chosen else FIXED:
+            if now[name] != getattr(self.record, name):
+                yield (
+                    f"{self.source} was made with {name} {getattr(self.record, name)}, and the preset "
+                    f"{self.record.preset} has {now[name]} now: use the preset as it was"
+                )
+
+
+def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Saved | None]:
+    """Return the arguments with those that a record has, and the record; as they are where none was named.
+
+    Raises:
+        BadInput: if there is no usable record, or an argument contradicts a state.
+    """
+    given = {name: value for name, value in vars(args).items() if value != parser.get_default(name)}
+    sources = [name for name in SOURCES if name in given]
+    if not sources:
+        return args, None
+    if len(sources) > 1:
+        raise BadInput([f"{' and '.join(SOURCES[name] for name in sources)} exclude each other: give one"])
+    way, source = sources[0], given.pop(sources[0])
+    try:
+        saved = _saved_video(source) if way == "repeat" else _saved_state(source)
+        recorded = vars(parser.parse_args(saved.record.arguments()))
+    except (OSError, ValueError, BadUsage) as error:
+        raise BadInput([f"{SOURCES[way]} {source}: {error}"]) from error
+    if saved.folder is None:
+        replaced = {name: None for argument in given for name in REPLACED.get(argument, ())}
+        if given.get("attention") == "SDPA":  # dense attention has no P
+            replaced["nabla_p"] = None
+        chosen = not {"config", "model"}.isdisjoint(given)
+        return argparse.Namespace(**recorded | replaced | given), dataclasses.replace(saved, chosen=chosen)
+    recorded |= {"output": saved.output}
+    problems = list(_contradictions(given, recorded, saved, FREE[way]))
+    if way == "decode_only" and saved.completed < saved.record.num_inference_steps:
+        problems.append(
+            f"--decode-only {source}: {saved.completed} of {saved.record.num_inference_steps} steps are done; "
+            f"go on with --resume {saved.folder}"
+        )
+    if problems:
+        raise BadInput(problems)
+    return argparse.Namespace(**recorded | given | {way: source, "embeds": saved.folder.text}), saved
+
+
+def go_on_command(folder: StateFolder, args: dict[str, Any]) -> str:
+    """Return the command line that goes on from a state."""
+    program = [sys.executable, sys.argv[0]] if sys.argv[0].endswith(".py") else [sys.argv[0]]
+    return shlex.join([*program, "--resume", str(folder), *as_argv(args)])
+
+
+def running_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments that a command which goes on has to repeat."""
+    values = {name: getattr(args, name) for name in RUNNING}
+    return values | ({"offload": None} if args.offload == "auto" else {})
+
+
+def _saved_state(source: Path) -> Saved:
+    folder = StateFolder(source) if source.suffix == SUFFIX else StateFolder.of(source)
+    output, record = folder.read_settings()
+    state = folder.load()
+    return Saved(source, record, output, folder, 0 if state is None else state["completed"])
+
+
+def _saved_video(source: Path) -> Saved:
+    return Saved(source, _read(source), source)
+
+
+def _read(path: Path) -> Record:
+    """Return the record in a video's comment or in a NAME.json.
+
+    Raises:
+        OSError, ValueError: if it cannot be read, or there is none.
+    """
+    if not os.path.exists(path):  # not Path's, which raises for a name that is too long
+        raise FileNotFoundError("there is no such file")
+    if path.suffix == ".json":
+        return Record.from_json(path.read_text("utf-8"))
+    from kandinsky5_nabla.pipeline.export import read_comment
+
+    return Record.from_json(read_comment(path) or "")
+
+
+def _holds(path: Path, record: Record) -> bool:
+    try:
+        return _read(path) == record
+    except (OSError, ValueError):
+        return False
+
+
+def _contradictions(
+    given: dict[str, Any], recorded: dict[str, Any], saved: Saved, free: tuple[str, ...]
+) -> Iterator[str]:
+    """Yield each argument that would make another video than the state's."""
+    for name, value in given.items():
+        if name in free or value == recorded[name]:
+            continue
+        if name == "device" and _kind(value) == _kind(recorded[name]):  # the same on another of the GPUs
+            continue
+        known = "nothing of the kind" if recorded[name] in (None, []) else recorded[name]
+        known = ", ".join(known) if isinstance(known, list) else known
+        yield (
+            f"{' '.join(as_argv({name: value}))}: the run in {saved.folder} has {known}; leave it out to go on with "
+            "that run, or start another"
+        )
+
+
+def _kind(device: str) -> str:
+    return device.partition(":")[0]

@@ -1,0 +1,246 @@
+"""One video of a run: denoised step by step into its state, decoded, exported, and described in its record."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kandinsky5_nabla.configs.tiles import find_tile, next_smaller
+from kandinsky5_nabla.pipeline import Kandinsky5NablaPipeline, export_video
+from kandinsky5_nabla.pipeline.embeds_file import EncodedTexts
+from kandinsky5_nabla.pipeline.offload import release
+from kandinsky5_nabla.pipeline.text import TextEmbeddings
+from kandinsky5_nabla.scripts._arguments import Unfinished
+from kandinsky5_nabla.scripts._memory import less_for_denoising
+from kandinsky5_nabla.scripts._outputs import write_json
+from kandinsky5_nabla.scripts._record import Record
+from kandinsky5_nabla.scripts._repeat import go_on_command
+from kandinsky5_nabla.scripts._stages import stage
+from kandinsky5_nabla.scripts._state import StateFolder
+
+if TYPE_CHECKING:
+    from kandinsky5_nabla.pipeline.checks import Settings
+    from kandinsky5_nabla.scripts._interrupt import Interrupts
+    from kandinsky5_nabla.scripts._plan import Plan, Video
+    from kandinsky5_nabla.scripts._setup import Setup
+
+MOST_AT_RISK = 60.0
+"""Seconds of denoising that a power cut may cost, unless a single step takes longer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What all videos of a run share: the loaded pipeline, what was planned, and what is known since it was loaded.
+
+    Attributes:
+        attention: name of the backend.
+        texts: the encoded prompts; None for a run that only decodes.
+    """
+
+    pipe: Kandinsky5NablaPipeline
+    plan: Plan
+    setup: Setup
+    settings: Settings
+    attention: str
+    texts: EncodedTexts | None
+    interrupts: Interrupts
+
+    def record_of(self, video: Video) -> Record:
+        """Return the record of a video; that of a state is kept, but for the tile, which a decoding may choose."""
+        if self.plan.state is not None:
+            tile = {} if self.setup.tile is None else {"vae_tile": self.setup.tile.name}
+            return dataclasses.replace(self.plan.state.record, **tile)
+        embeds = None if self.plan.embeds is None else self.plan.embeds.path
+        named = {"prompt": video.prompt, "seed": video.seed, "embeds": embeds}
+        return Record.of(self.setup, self.settings, self.attention, **named)
+
+    def folder_of(self, video: Video) -> StateFolder:
+        """Return where the state of a video lies: beside it, but for one that is decoded to another name."""
+        state = None if self.plan.state is None else self.plan.state.folder
+        return state or StateFolder.of(video.output)
+
+
+def make_video(run: Run, video: Video, before: dict[str, float]) -> dict[str, Any]:
+    """Make one video and return what it is; until the MP4 is complete its state is on disk.
+
+    Raises:
+        Unfinished: if a stage fails or is interrupted; it says what was kept, and how to go on.
+    """
+    plan, settings, spent = run.plan, run.settings, dict(before)
+    folder, record = run.folder_of(video), run.record_of(video)
+    with _kept(run, folder, video):
+        if plan.state is None:
+            with stage("state", {}, f"keeping the state of the run in {folder}"):
+                folder.create(video.output, record, _texts_of(run, video))
+        latents = _denoised(run, video, folder, spent)
+        frames, tile = _decode(run, latents, record.vae_tile, folder, spent)
+        if tile != record.vae_tile:
+            record = dataclasses.replace(record, vae_tile=tile)
+            if not plan.decode_only:
+                folder.write_settings(video.output, record)
+        with stage("export", spent, f"writing {video.output}"):
+            export_video(
+                frames,
+                video.output,
+                run.setup.preset.fps,
+                overwrite=plan.overwrite,
+                num_frames=settings.num_frames,
+                comment=record.as_json(),
+            )
+            write_json(video.record, record.as_dict(), overwrite=plan.overwrite)
+        if not (plan.keep_state or plan.decode_only):
+            folder.remove()
+    return {
+        "file": str(video.output),
+        "prompt": video.prompt,
+        "width": settings.width,
+        "height": settings.height,
+        "num_frames": settings.num_frames,
+        "fps": run.setup.preset.fps,
+        "seed": video.seed,
+        "seconds": {stage: round(seconds, 2) for stage, seconds in spent.items()},
+    }
+
+
+@contextmanager
+def _kept(run: Run, folder: StateFolder, video: Video) -> Iterator[None]:
+    """Say of whatever ends the body what was kept, which command goes on, and which videos were not begun."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        said, command = ["interrupted" if interrupted else str(error)], None
+        if folder.exists():
+            state = folder.load()
+            after = "" if state is None else f" after step {state['completed']} of {run.settings.num_inference_steps}"
+            said.append(f"the {'encoded text' if state is None else 'state'}{after} is kept in {folder}")
+            command = None if run.plan.decode_only else go_on_command(folder, run.plan.running)
+        if waiting := run.plan.videos[run.plan.videos.index(video) + 1 :]:
+            said.append(f"not begun: {', '.join(str(other.output) for other in waiting)}")
+        raise Unfinished(130 if interrupted else 1, "; ".join(said), command) from error
+
+
+def _texts_of(run: Run, video: Video) -> EncodedTexts:
+    assert run.texts is not None, "only a run that decodes has none"
+    negative = run.texts.negative if run.settings.guidance_scale != 1 else None
+    return EncodedTexts({video.prompt: run.texts.prompt(video.prompt)}, negative)
+
+
+def _arguments(text: TextEmbeddings, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return the arguments of the pipeline that stand for a text."""
+    return {
+        f"{prefix}prompt_embeds": text.prompt_embeds,
+        f"{prefix}prompt_embeds_mask": text.mask,
+        f"{prefix}pooled_prompt_embeds": text.pooled,
+    }
+
+
+def _denoised(run: Run, video: Video, folder: StateFolder, spent: dict[str, float]) -> torch.Tensor:
+    """Return the final latents `[1, T, H, W, C]`, from the last step that the state has; they are in it afterwards.
+
+    Raises:
+        KeyboardInterrupt: after the step in which that was asked for.
+    """
+    steps, state = run.settings.num_inference_steps, folder.load()
+    done = 0 if state is None else state["completed"]
+    latents = None if state is None else state["latents"]
+    if latents is not None and done == steps:
+        return latents
+    texts = _texts_of(run, video)
+    text = _arguments(texts.prompt(video.prompt))
+    text |= {} if texts.negative is None else _arguments(texts.negative[1], "negative_")
+    goes_on = f", from step {done + 1}" if done else ""
+    with stage("denoise", spent, f"denoising in {steps} steps{goes_on}, seed {video.seed}"), _denoising(run):
+        [latents] = run.pipe(
+            **text,
+            **run.setup.given,
+            seed=video.seed,
+            latents=latents,
+            first_step=done,
+            callback_on_step_end=_Saves(run, folder),
+            output_type="latent",
+            return_dict=False,
+        )
+    if run.interrupts.requested:
+        raise KeyboardInterrupt
+    return latents
+
+
+class _Saves:
+    """The pipeline's callback that saves latents when it is time for it, and ends an interrupted run."""
+
+    def __init__(self, run: Run, folder: StateFolder) -> None:
+        self._run, self._folder = run, folder
+        self._saved = self._step_began = time.perf_counter()
+
+    def __call__(
+        self, pipe: Kandinsky5NablaPipeline, step: int, timestep: torch.Tensor, tensors: dict[str, Any]
+    ) -> None:
+        interrupted = self._run.interrupts.requested
+        if interrupted or self._is_time(step + 1):
+            self._folder.save(tensors["latents"], step + 1)
+            self._saved = time.perf_counter()
+        self._step_began = time.perf_counter()
+        pipe._interrupt = interrupted
+
+    def _is_time(self, completed: int) -> bool:
+        every, now = self._run.plan.checkpoint_every, time.perf_counter()
+        if completed == self._run.settings.num_inference_steps:
+            return True
+        if every is not None:
+            return completed % every == 0
+        return now - self._saved + (now - self._step_began) > MOST_AT_RISK  # after one more step it would be too late
+
+
+@contextmanager
+def _denoising(run: Run) -> Iterator[None]:
+    """Let the first Ctrl-C wait for the end of a step, and add to an error of memory what would need less."""
+    try:
+        with run.interrupts.after_step():
+            yield
+    except Exception as error:
+        if run.interrupts.requested and not isinstance(error, OSError):  # but for a save that failed
+            raise KeyboardInterrupt from error  # a terminal sends Ctrl-C to compilers too, which end at once
+        if _is_out_of_memory(error):
+            raise MemoryError(f"{error}. {less_for_denoising(run.setup)}") from error
+        raise
+
+
+def _decode(
+    run: Run, latents: torch.Tensor, tile: str, folder: StateFolder, spent: dict[str, float]
+) -> tuple[Any, str]:
+    """Return the frames `[F, H, W, 3]` and the tile that they were decoded with: a smaller one, if memory ran out.
+
+    Raises:
+        MemoryError: if it ran out with that, too.
+    """
+    with stage("decode", spent, "decoding"):
+        if run.setup.memory is not None and run.setup.memory.release and len(run.plan.videos) == 1:
+            release(run.pipe, "transformer")
+        first, smaller = find_tile(tile), next_smaller(find_tile(tile))
+        try:
+            return run.pipe.decode(latents, "np", first)[0], tile
+        except (RuntimeError, MemoryError) as error:
+            if smaller is None or not _is_out_of_memory(error):
+                raise
+            reason = " ".join(str(error).split())
+            print(f"warning: memory ran out ({reason}): decoding again with {smaller.name}", file=sys.stderr)
+        release(run.pipe)  # out of the except block, whose error holds what was decoded so far
+        try:
+            return run.pipe.decode(latents, "np", smaller)[0], smaller.name
+        except (RuntimeError, MemoryError) as error:
+            last = next_smaller(smaller)
+            if last is None or not _is_out_of_memory(error):
+                raise
+            raise MemoryError(f"{error}. --decode-only {folder} --vae-tile {last.name} takes less") from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out; on a CPU torch has no class of its own for that, only the allocator's name."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
