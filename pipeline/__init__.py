@@ -8,16 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .export import export_video
+    from .export import export_video, read_comment
     from .output import Kandinsky5PipelineOutput
     from .pipeline import Kandinsky5NablaPipeline
 
-__all__ = ["Kandinsky5NablaPipeline", "Kandinsky5PipelineOutput", "export_video"]
+__all__ = ["Kandinsky5NablaPipeline", "Kandinsky5PipelineOutput", "export_video", "read_comment"]
 
 _HOMES = {
     "Kandinsky5NablaPipeline": "pipeline",
     "Kandinsky5PipelineOutput": "output",
     "export_video": "export",
+    "read_comment": "export",
 }
 
 

@@ -35,12 +35,7 @@ def complete_folder(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {path.parent} does not exist; create it first")
-    if _exists(path):
-        if not overwrite:
-            raise FileExistsError(f"{path} exists; choose another name or ask to overwrite it")
-        if path.is_symlink() or not path.is_dir():
-            raise NotADirectoryError(f"{path} is not a folder; choose another name for a folder of frames")
-        _refuse_other_content(path, path)
+    check_replaceable(path, overwrite=overwrite)
     temporary = _unused_name(path)
     try:
         temporary.mkdir()
@@ -52,6 +47,17 @@ def complete_folder(path: Path, *, overwrite: bool) -> Iterator[Path]:
     finally:
         if temporary.exists():
             shutil.rmtree(temporary)
+
+
+def check_replaceable(path: Path, *, overwrite: bool) -> None:
+    """Raise FileExistsError, NotADirectoryError or another OSError unless a folder of frames may take this name."""
+    if not _exists(path):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{path} exists; choose another name or ask to overwrite it")
+    if path.is_symlink() or not path.is_dir():
+        raise NotADirectoryError(f"{path} is not a folder; choose another name for a folder of frames")
+    _refuse_other_content(path, path)
 
 
 def write_frames(frames: Iterator[np.ndarray], folder: Path, rate: Fraction, comment: str | None) -> VideoInfo:

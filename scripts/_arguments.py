@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kandinsky5_nabla.pipeline.codecs import CODECS
+
 DTYPES = ("float32", "bfloat16", "float16")
 OFFLOADS = ("auto", "none", "model", "group", "sequential")
 
@@ -24,11 +26,12 @@ class Unfinished(Exception):
     Attributes:
         code: the exit code.
         command: the command line that goes on from the state it has kept; None where it has kept none.
+        ends_all: whether the videos after it would fare no better.
     """
 
-    def __init__(self, code: int, problem: str, command: str | None) -> None:
+    def __init__(self, code: int, problem: str, command: str | None, ends_all: bool) -> None:
         super().__init__(problem)
-        self.code, self.command = code, command
+        self.code, self.command, self.ends_all = code, command, ends_all
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,6 +50,13 @@ def add_size(group: argparse._ArgumentGroup) -> None:
     add("--width", type=int, metavar="PIXELS", help="likewise")
     add("--num-frames", type=int, metavar="N", help="4k + 1, such as 121 or 241")
     add("--duration", type=float, metavar="SECONDS", help="in place of --num-frames")
+
+
+def add_file(group: argparse._ArgumentGroup) -> None:
+    """Add how a video is written."""
+    add = group.add_argument
+    add("--codec", choices=tuple(CODECS), help="default: h264, or what the output's suffix says")
+    add("--crf", type=int, metavar="N", help="quality of h264 and h265, from 0 (best) to 51 (default: 18, 20)")
 
 
 def add_model(parser: argparse.ArgumentParser, default: str) -> None:

@@ -11,17 +11,19 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kandinsky5_nabla.pipeline.codecs import Codec
 from kandinsky5_nabla.pipeline.files import complete_file
+from kandinsky5_nabla.pipeline.frames_folder import check_replaceable
 
 MAX_STEM_BYTES = 70
 """With the seed, a number and .mp4 a name stays below 100 bytes."""
 
 
-def safe_name(prompt: str) -> str:
-    """Return a file name's stem from a prompt: letters, digits and dashes, at most 70 bytes, never empty."""
+def safe_name(prompt: str, most: int = MAX_STEM_BYTES) -> str:
+    """Return a file name's stem from a prompt: letters, digits and dashes, so many bytes at most, never empty."""
     folded = unicodedata.normalize("NFC", prompt).lower()
     words = re.sub(r"[^\w]+", "-", folded).strip("-_")
-    return words.encode()[:MAX_STEM_BYTES].decode(errors="ignore").strip("-_") or "video"
+    return words.encode()[:most].decode(errors="ignore").strip("-_") or "video"
 
 
 def free_names(names: list[Path], is_taken: Callable[[Path], bool]) -> list[Path]:
@@ -46,6 +48,17 @@ def file_problems(kind: str, path: Path, example: str) -> list[str]:
     return problems + folder_problems(kind, path.parent)
 
 
+def video_problems(path: Path, codec: Codec) -> list[str]:
+    """Return why no video of a codec can be written to `path`, whatever exists in its folder."""
+    if codec.suffix and os.path.isdir(path):
+        return file_problems("output", path, f"video{codec.suffix}")
+    try:
+        codec.check_path(path)
+    except ValueError as error:
+        return [f"output {path}: {error}", *folder_problems("output", path.parent)]
+    return folder_problems("output", path.parent)
+
+
 def folder_problems(kind: str, folder: Path) -> list[str]:
     """Return why no file can be written in a folder."""
     if not os.path.isdir(folder):
@@ -63,8 +76,11 @@ def _why_not_writable(folder: Path) -> str | None:
         return error.strerror
 
 
-def taken(kind: str, paths: Iterable[Path], overwrite: bool) -> Iterator[str]:
-    """Yield a sentence for each file that would replace another, or whose name the system refuses."""
+def taken(kind: str, paths: Iterable[Path], overwrite: bool, codec: Codec | None = None) -> Iterator[str]:
+    """Yield a sentence for each file that would replace another, or whose name the system refuses.
+
+    With the codec `frames` the paths are those of folders.
+    """
     for path in paths:
         try:
             path.lstat()
@@ -73,7 +89,12 @@ def taken(kind: str, paths: Iterable[Path], overwrite: bool) -> Iterator[str]:
         except OSError as error:  # such as a name that is too long
             yield f"{kind} {path}: {error.strerror}"
             continue
-        if path.is_dir():
+        if codec is not None and not codec.suffix and overwrite:
+            try:
+                check_replaceable(path, overwrite=True)
+            except OSError as error:
+                yield f"{kind} {error}"
+        elif path.is_dir() and (codec is None or codec.suffix):
             yield f"{kind} {path}: is a folder; name another file"
         elif not overwrite:
             yield f"{kind} {path}: exists; choose another name or add --overwrite"

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kandinsky5_nabla.configs import find_preset
 from kandinsky5_nabla.pipeline.checks import MAX_COUNT, Report, prompt_list
+from kandinsky5_nabla.pipeline.codecs import Codec
+from kandinsky5_nabla.scripts._batch import Batch, largest, plan_batch
 from kandinsky5_nabla.scripts._outputs import (
-    file_problems,
     folder_problems,
-    free_names,
     named_file_problems,
-    safe_name,
     taken,
+    video_problems,
 )
 from kandinsky5_nabla.scripts._repeat import Saved, running_arguments
 from kandinsky5_nabla.scripts._setup import (
@@ -28,24 +27,10 @@ from kandinsky5_nabla.scripts._setup import (
     make_setup,
     seed_problems,
 )
-from kandinsky5_nabla.scripts._state import SUFFIX, StateFolder
+from kandinsky5_nabla.scripts._videos import Video, codec_of, videos_of
 
 if TYPE_CHECKING:
     from kandinsky5_nabla.pipeline.embeds_file import EmbedsFile
-
-
-@dataclass(frozen=True)
-class Video:
-    """One video of a run."""
-
-    prompt: str
-    seed: int
-    output: Path
-
-    @property
-    def record(self) -> Path:
-        """Where its record lies, beside it."""
-        return self.output.with_suffix(".json")
 
 
 @dataclass(frozen=True)
@@ -55,6 +40,8 @@ class Plan:
     Attributes:
         setup: model, numbers and device.
         videos: one for each prompt and seed.
+        codec: of their files.
+        crf: their quality; None where the codec has no such choice.
         report: where to write what the attention did; None for nowhere.
         embeds: prompts that are encoded already; None where they are to be encoded.
         save_embeds: where to write the encoded prompts; None for nowhere.
@@ -64,10 +51,13 @@ class Plan:
         checkpoint_every: steps from one save of the state to the next; None for as often as a minute of work asks for.
         keep_state: leave the state where it is when the video is complete.
         running: arguments that a command which goes on has to repeat.
+        batch: the file of prompts that the videos come from; None for those of the command line.
     """
 
     setup: Setup
     videos: list[Video]
+    codec: Codec
+    crf: int | None
     report: Path | None
     embeds: EmbedsFile | None
     save_embeds: Path | None
@@ -77,6 +67,7 @@ class Plan:
     checkpoint_every: int | None
     keep_state: bool
     running: dict[str, Any]
+    batch: Batch | None
 
     @property
     def state(self) -> Saved | None:
@@ -88,7 +79,8 @@ class Plan:
         outputs = [{"file": str(v.output), "seed": v.seed, "prompt": v.prompt} for v in self.videos]
         report = {} if self.report is None else {"report": str(self.report)}
         state = {} if self.state is None else {"state": str(self.state.folder), "completed_steps": self.state.completed}
-        return {**self.setup.describe(), "memory": self.memory_lines(), "outputs": outputs, **report, **state}
+        batch = {} if self.batch is None else self.batch.describe()
+        return {**self.setup.describe(), "memory": self.memory_lines(), "outputs": outputs, **report, **state, **batch}
 
     def cautions(self) -> list[str]:
         """Return sentences about what may not come out as expected."""
@@ -101,8 +93,10 @@ class Plan:
         return ["memory: that of the VAE" if self.decode_only else "memory: planned once the checkpoint is here"]
 
 
-def make_plan(args: argparse.Namespace, saved: Saved | None = None) -> Plan:
+def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequence[str] = ()) -> Plan:
     """Return the plan of parsed arguments, which `_repeat.complete` may have completed from a record.
+
+    `argv` are the arguments as they were typed: a run over a file of prompts goes on by the same command.
 
     Raises:
         BadInput: with every problem that was found.
@@ -112,19 +106,16 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None) -> Plan:
     if embeds is not None and not args.prompt:
         args.prompt = list(embeds.texts.prompts)
     setup = make_setup(report, args, args.num_videos, len(args.prompt or [""]))
-    if not args.prompt:
-        report.add([] if args.embeds else ["no prompt was given: add --prompt TEXT (an empty text is allowed)"])
-    else:
-        report.attempt(prompt_list, args.prompt)
+    report.add(_prompt_problems(args, saved))
     report.add([] if args.seed is None else seed_problems(args.seed, args.num_videos))
-    unusable = (
-        folder_problems("output", Path()) if args.output is None else file_problems("output", args.output, "video.mp4")
-    )
-    videos = [] if unusable or args.num_videos > MAX_COUNT else _videos(args)
+    codec = codec_of(args)
+    crf = report.attempt(codec.quality, args.crf)
+    report.attempt(codec.rate, setup.preset.fps)
     own = saved is not None and args.resume is not None and saved.owns_output()
     overwrite = args.overwrite or own
-    report.add(unusable or taken("output", [p for v in videos for p in (v.output, v.record)], overwrite))
-    if saved is None or saved.folder is None:
+    batch = None if args.prompts is None else plan_batch(report, args, setup, codec, crf, argv)
+    videos = batch.videos if batch is not None else _videos(report, args, codec, overwrite)
+    if (saved is None or saved.folder is None) and batch is None:
         report.add(_state_problems(videos, args.overwrite))
     if saved is not None:
         report.add(saved.problems(setup))
@@ -138,13 +129,20 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None) -> Plan:
     if args.save_embeds is not None:
         report.add(named_file_problems("save-embeds", args.save_embeds, "prompts.safetensors", args.overwrite))
         report.add(["--save-embeds: the prompts come from --embeds already; leave one out"] if args.embeds else [])
+        if len({video.negative_prompt for video in videos}) > 1:
+            report.add(["--save-embeds: holds one negative prompt, and the rows have several; leave it out"])
     if embeds is not None:
         report.add(_embeds_problems(embeds, setup, args.prompt))
+    if batch is not None and not report.problems:
+        setup = largest(report, setup, videos) if videos else setup
+        report.add([] if videos or batch.done else batch.describe()["bad"])
     if report.problems:
         raise BadInput(report.problems)
     return Plan(
         setup,
         videos,
+        codec,
+        crf,
         args.report,
         embeds,
         args.save_embeds,
@@ -154,7 +152,30 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None) -> Plan:
         args.checkpoint_every,
         args.keep_state,
         running_arguments(args),
+        batch,
     )
+
+
+def _prompt_problems(args: argparse.Namespace, saved: Saved | None) -> list[str]:
+    """Return what is wrong with where the prompts come from."""
+    if args.prompts is not None:
+        others = {"--prompt": args.prompt, "--embeds": args.embeds, "--resume, --decode-only and --from": saved}
+        both = [name for name, value in others.items() if value]
+        return [f"--prompts {args.prompts}: has the prompts of the run; leave {' and '.join(both)} out"] if both else []
+    if not args.prompt:
+        return [] if args.embeds else ["no prompt was given: add --prompt TEXT (an empty text is allowed)"]
+    report = Report()
+    report.attempt(prompt_list, args.prompt)
+    return report.problems
+
+
+def _videos(report: Report, args: argparse.Namespace, codec: Codec, overwrite: bool) -> list[Video]:
+    """Return the videos of the command line's prompts; what is wrong with their names goes into the report."""
+    unusable = folder_problems("output", Path()) if args.output is None else video_problems(args.output, codec)
+    videos = [] if unusable or args.num_videos > MAX_COUNT else videos_of(args, codec)
+    report.add(unusable or taken("output", [video.output for video in videos], overwrite, codec))
+    report.add(taken("output", [video.record for video in videos], overwrite))
+    return videos
 
 
 def _load_embeds(report: Report, path: Path) -> EmbedsFile | None:
@@ -186,27 +207,10 @@ def _embeds_problems(embeds: EmbedsFile, setup: Setup, prompts: list[str]) -> It
 
 def _state_problems(videos: list[Video], overwrite: bool) -> Iterator[str]:
     """Yield which states of other runs are in the way."""
-    for folder in (StateFolder.of(video.output) for video in videos):
+    for folder in (video.state for video in videos):
         if os.path.exists(folder.path) and not os.path.isdir(folder.path):
             yield f"output {folder}: is where the state of the run lies, and a file has that name; choose another name"
         elif folder.exists() and not overwrite:
             yield (
                 f"output {folder}: holds the state of a run; --resume {folder} goes on with it, --overwrite begins anew"
             )
-
-
-def _videos(args: argparse.Namespace) -> list[Video]:
-    first = secrets.randbelow(2**31) if args.seed is None else args.seed
-    pairs = [(prompt, first + i) for prompt in args.prompt or [] for i in range(args.num_videos)]
-    if args.output is None:
-        names = [Path(f"{safe_name(prompt)}-{seed}.mp4") for prompt, seed in pairs]
-        outputs = free_names(names, lambda name: not args.overwrite and _is_taken(name))
-    elif len(pairs) == 1:
-        outputs = [args.output]
-    else:
-        outputs = [args.output.with_stem(f"{args.output.stem}-{i + 1}") for i in range(len(pairs))]
-    return [Video(prompt, seed, output) for (prompt, seed), output in zip(pairs, outputs, strict=True)]
-
-
-def _is_taken(output: Path) -> bool:
-    return any(output.with_suffix(suffix).exists() for suffix in (output.suffix, ".json", SUFFIX))

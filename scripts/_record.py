@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -58,6 +59,8 @@ class Record:
         device: "cpu", "cuda" or "cuda:N".
         dtype, text_encoder_dtype, dit_dtype: full names.
         vae_tile: name of the tile that was decoded with.
+        codec: of the file.
+        crf: its quality; None where the codec has no such choice.
         versions: of the packages.
     """
 
@@ -87,11 +90,22 @@ class Record:
     text_encoder_dtype: str
     dit_dtype: str
     vae_tile: str
+    codec: str
+    crf: int | None
     versions: Mapping[str, str]
 
     @classmethod
     def of(
-        cls, setup: Setup, settings: Settings, attention: str, *, prompt: str, seed: int, embeds: Path | None
+        cls,
+        setup: Setup,
+        settings: Settings,
+        attention: str,
+        *,
+        prompt: str,
+        seed: int,
+        embeds: Path | None,
+        codec: str,
+        crf: int | None,
     ) -> Record:
         """Return the record of a video of a run, as it is known once the checkpoint is loaded."""
         checkpoint, preset = setup.checkpoint, setup.preset
@@ -123,6 +137,8 @@ class Record:
             text_encoder_dtype=setup.text_encoder_dtype,
             dit_dtype=setup.dit_dtype,
             vae_tile=(setup.tile or vae_tiles()[0]).name,
+            codec=codec,
+            crf=crf,
             versions=versions(),
         )
 
@@ -161,6 +177,21 @@ class Record:
         """Return the record as arguments of the command line."""
         values = {_ARGUMENTS.get(name, name): value for name, value in asdict(self).items()}
         return as_argv({name: value for name, value in values.items() if name not in (*FIXED, "versions")})
+
+
+def read_record(path: Path) -> Record:
+    """Return the record in a video's comment or in a NAME.json.
+
+    Raises:
+        OSError, ValueError: if it cannot be read, or there is none.
+    """
+    if not os.path.exists(path):  # not Path's, which raises for a name that is too long
+        raise FileNotFoundError("there is no such file")
+    if path.suffix == ".json":
+        return Record.from_json(path.read_text("utf-8"))
+    from kandinsky5_nabla.pipeline.export import read_comment
+
+    return Record.from_json(read_comment(path) or "")
 
 
 def as_argv(values: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -12,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kandinsky5_nabla.pipeline.codecs import CODECS
 from kandinsky5_nabla.scripts._arguments import BadUsage
-from kandinsky5_nabla.scripts._record import FIXED, Record, as_argv, versions
+from kandinsky5_nabla.scripts._record import FIXED, Record, as_argv, read_record, versions
 from kandinsky5_nabla.scripts._setup import BadInput, Setup
 from kandinsky5_nabla.scripts._state import SUFFIX, StateFolder
 
@@ -24,9 +24,13 @@ REPLACED = {
     "config": ("model", "revision"),
     "model": ("revision", "vae", "text_encoder", "text_encoder_2"),
     "duration": ("num_frames",),
+    "codec": ("crf",),
 }
 """What an argument beside `--from` puts out of force, besides its own value of the record."""
-FREE = {"resume": (*RUNNING, "report", "dry_run"), "decode_only": (*RUNNING, "dry_run", "vae_tile", "output")}
+FREE = {
+    "resume": (*RUNNING, "report", "dry_run"),
+    "decode_only": (*RUNNING, "dry_run", "vae_tile", "codec", "crf", "output"),
+}
 """What a state leaves open, for each way to use it."""
 
 
@@ -90,13 +94,14 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple
         recorded = vars(parser.parse_args(saved.record.arguments()))
     except (OSError, ValueError, BadUsage) as error:
         raise BadInput([f"{SOURCES[way]} {source}: {error}"]) from error
+    replaced = {name: None for argument in given for name in REPLACED.get(argument, ())}
     if saved.folder is None:
-        replaced = {name: None for argument in given for name in REPLACED.get(argument, ())}
         if given.get("attention") == "SDPA":  # dense attention has no P
             replaced["nabla_p"] = None
         chosen = not {"config", "model"}.isdisjoint(given)
         return argparse.Namespace(**recorded | replaced | given), dataclasses.replace(saved, chosen=chosen)
-    recorded |= {"output": saved.output}
+    suffix = CODECS[given.get("codec", recorded["codec"])].suffix
+    recorded |= {"output": saved.output.with_suffix(suffix)}
     problems = list(_contradictions(given, recorded, saved, FREE[way]))
     if way == "decode_only" and saved.completed < saved.record.num_inference_steps:
         problems.append(
@@ -105,7 +110,7 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple
         )
     if problems:
         raise BadInput(problems)
-    return argparse.Namespace(**recorded | given | {way: source, "embeds": saved.folder.text}), saved
+    return argparse.Namespace(**recorded | replaced | given | {way: source, "embeds": saved.folder.text}), saved
 
 
 def go_on_command(folder: StateFolder, args: dict[str, Any]) -> str:
@@ -128,27 +133,12 @@ def _saved_state(source: Path) -> Saved:
 
 
 def _saved_video(source: Path) -> Saved:
-    return Saved(source, _read(source), source)
-
-
-def _read(path: Path) -> Record:
-    """Return the record in a video's comment or in a NAME.json.
-
-    Raises:
-        OSError, ValueError: if it cannot be read, or there is none.
-    """
-    if not os.path.exists(path):  # not Path's, which raises for a name that is too long
-        raise FileNotFoundError("there is no such file")
-    if path.suffix == ".json":
-        return Record.from_json(path.read_text("utf-8"))
-    from kandinsky5_nabla.pipeline.export import read_comment
-
-    return Record.from_json(read_comment(path) or "")
+    return Saved(source, read_record(source), source)
 
 
 def _holds(path: Path, record: Record) -> bool:
     try:
-        return _read(path) == record
+        return read_record(path) == record
     except (OSError, ValueError):
         return False
 

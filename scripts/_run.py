@@ -15,36 +15,57 @@ from diffusers import AutoencoderKLHunyuanVideo
 from kandinsky5_nabla.models.text_encoder import QwenTextEncoder
 from kandinsky5_nabla.pipeline import Kandinsky5NablaPipeline
 from kandinsky5_nabla.pipeline.attention_report import AttentionRecord, recorded_attention, report_of
-from kandinsky5_nabla.pipeline.embeddings import split_rows
-from kandinsky5_nabla.pipeline.embeds_file import EncodedTexts, save_embeds
-from kandinsky5_nabla.pipeline.lora import load_loras, with_triggers
+from kandinsky5_nabla.pipeline.embeds_file import save_embeds
+from kandinsky5_nabla.pipeline.lora import load_loras
 from kandinsky5_nabla.pipeline.offload import apply as place
 from kandinsky5_nabla.pipeline.offload import release
 from kandinsky5_nabla.pipeline.precision import cast_transformer, compute_dtype, text_encoder_quantization
 from kandinsky5_nabla.pipeline.safety import check_part, check_part_weights
-from kandinsky5_nabla.pipeline.text import DEFAULT_NEGATIVE_PROMPT
+from kandinsky5_nabla.scripts._arguments import Unfinished
+from kandinsky5_nabla.scripts._batch import Failure, Rows
 from kandinsky5_nabla.scripts._memory import plan_memory
 from kandinsky5_nabla.scripts._outputs import write_json
 from kandinsky5_nabla.scripts._setup import NOTHING_TO_REPORT
 from kandinsky5_nabla.scripts._stages import speak_plainly, stage
+from kandinsky5_nabla.scripts._texts import Texts
 from kandinsky5_nabla.scripts._video import Run, make_video
 
 if TYPE_CHECKING:
     from kandinsky5_nabla.scripts._interrupt import Interrupts
     from kandinsky5_nabla.scripts._plan import Plan
     from kandinsky5_nabla.scripts._setup import Setup
+    from kandinsky5_nabla.scripts._videos import Video
 
 
-def run(plan: Plan, on_video: Callable[[dict[str, Any]], None], interrupts: Interrupts) -> dict[str, Any]:
+def run(
+    plan: Plan,
+    on_video: Callable[[dict[str, Any]], None],
+    on_failure: Callable[[Failure], None],
+    interrupts: Interrupts,
+) -> dict[str, Any]:
     """Make the videos of a plan; return what was made, with the seconds of each stage.
 
-    `on_video` gets each video's part of the result as soon as its file is complete.
+    `on_video` gets each video's part of the result as soon as its file is complete, `on_failure` each row of a file
+    of prompts that has none; the run goes on with the next row.
 
     Raises:
         RuntimeError: if a stage fails before the first video; the message names it.
-        Unfinished: if a video is not completed.
+        Unfinished: if a video is not completed that is of no such row, or nothing more can be written.
     """
     speak_plainly()
+    rows = None if plan.batch is None else Rows(plan.batch, on_failure)
+    described = plan.describe() if not plan.videos else _make_all(plan, on_video, rows, interrupts)
+    if rows is None:
+        return described
+    print(rows.summary(), file=sys.stderr)
+    failed = [{"line": failure.line, "problems": failure.problems} for failure in rows.failed]
+    return {**described, "failed": failed}
+
+
+def _make_all(
+    plan: Plan, on_video: Callable[[dict[str, Any]], None], rows: Rows | None, interrupts: Interrupts
+) -> dict[str, Any]:
+    """Load, encode all text, and make one video after the other; see `run`."""
     spent: dict[str, float] = {}
     with stage("load", spent, f"loading {plan.setup.model}"):
         pipe, setup = _decoder(plan.setup) if plan.decode_only else load(plan.setup)
@@ -56,15 +77,32 @@ def run(plan: Plan, on_video: Callable[[dict[str, Any]], None], interrupts: Inte
     videos, reports = [], []
     for video in plan.videos:
         with _recording(pipe, plan) as records:
-            videos.append(make_video(of_all, video, spent))
-        on_video(videos[-1])
+            made = _attempt(of_all, video, spent, rows)
+        if made is None:
+            continue
+        videos.append(made)
+        on_video(made)
         if plan.report is not None:
-            named = {name: videos[-1][name] for name in ("file", "seed", "prompt")}
+            named = {name: made[name] for name in ("file", "seed", "prompt")}
             reports.append({**named, "report": report_of(records) if records else None})  # none where no step was left
             with stage("report", {}, f"writing {plan.report}"):  # again after each video: a later one may fail
                 write_json(plan.report, reports, overwrite=plan.overwrite or len(reports) > 1)
     described = plan.describe() | setup.describe(of_all.settings, of_all.attention)
     return {**described, "videos": videos}
+
+
+def _attempt(of_all: Run, video: Video, before: dict[str, float], rows: Rows | None) -> dict[str, Any] | None:
+    """Make a video and return what it is; None where it is that of a row, and another one may succeed."""
+    try:
+        made = make_video(of_all.of(video), video, before)
+    except Unfinished as error:
+        if rows is None or error.ends_all:
+            raise
+        rows.fail(video, str(error))
+        return None
+    if rows is not None:
+        rows.complete(video)
+    return made
 
 
 def _encoded(
@@ -75,12 +113,15 @@ def _encoded(
     if plan.report is not None and settings.nabla_P is None:
         raise RuntimeError(f"the report cannot be made: {NOTHING_TO_REPORT}; leave --report out")
     with stage("text", spent, "encoding the text" if plan.embeds is None else f"reading {plan.embeds.path}"):
-        texts = _encode(pipe, plan, settings.guidance_scale != 1) if plan.embeds is None else plan.embeds.texts
+        if plan.embeds is None:
+            texts = Texts.encoded(pipe, plan.videos, guided=settings.guidance_scale != 1)
+        else:
+            texts = Texts.saved(plan.embeds.texts, plan.videos)
     if plan.save_embeds is not None:
         with stage("text", {}, f"writing {plan.save_embeds}"):
             save_embeds(
                 plan.save_embeds,
-                texts,
+                texts.together(),
                 model=setup.model,
                 revision=setup.checkpoint.commit,
                 dtype=setup.text_encoder_dtype,
@@ -157,13 +198,3 @@ def _single_file(setup: Setup, file: Path) -> Kandinsky5NablaPipeline:
 
 def _recording(pipe: Kandinsky5NablaPipeline, plan: Plan) -> AbstractContextManager[list[AttentionRecord]]:
     return nullcontext([]) if plan.report is None else recorded_attention(pipe.transformer)
-
-
-def _encode(pipe: Kandinsky5NablaPipeline, plan: Plan, guided: bool) -> EncodedTexts:
-    """Encode all prompts in one go, and what they are guided against."""
-    prompts = list(dict.fromkeys(video.prompt for video in plan.videos))
-    negative = DEFAULT_NEGATIVE_PROMPT if plan.setup.negative_prompt is None else plan.setup.negative_prompt
-    texts = with_triggers(prompts, pipe.acting_trigger_words)
-    rows = split_rows(pipe.encode_prompt([*texts, negative] if guided else texts), [1] * (len(prompts) + guided))
-    against = (negative, rows.pop()) if guided else None
-    return EncodedTexts(dict(zip(prompts, rows, strict=True)), against)

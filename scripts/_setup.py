@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,11 +41,11 @@ class Setup:
 
     Attributes:
         checkpoint: where the models come from, with the preset of the defaults.
+        geometry: of the checkpoint, with the attention, as far as it is known before it is loaded.
         given: the numbers that were given, by the names of `Settings`; None for those that were not.
         settings: all the numbers, as far as they are known before the checkpoint is loaded.
         negative_prompt: None for the authors' text.
         attention: name of the backend, None for the checkpoint's.
-        sparse: whether the attention is NABLA's, as far as it is known before the checkpoint is loaded.
         device: "cpu", "cuda" or "cuda:N".
         dtype: what is computed in.
         text_encoder_dtype, dit_dtype: what the weights are kept in, where that is something else.
@@ -57,11 +58,11 @@ class Setup:
     """
 
     checkpoint: Checkpoint
+    geometry: Geometry
     given: dict[str, Any]
     settings: Settings
     negative_prompt: str | None
     attention: str | None
-    sparse: bool
     device: str
     dtype: str
     text_encoder_dtype: str
@@ -77,6 +78,20 @@ class Setup:
     def preset(self) -> Preset:
         """The preset of the defaults."""
         return self.checkpoint.preset
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the attention is NABLA's, as far as it is known before the checkpoint is loaded."""
+        return self.geometry.nabla
+
+    def resized(self, report: Report, given: Mapping[str, Any]) -> Setup:
+        """Return the setup with other numbers of `Settings`; what is wrong with them goes into the report."""
+        settings = dataclasses.replace(self.settings, **given)
+        resized = dataclasses.replace(self, given={**self.given, **given}, settings=settings)
+        if problems := settings.problems(self.geometry):
+            report.add(problems)
+            return resized
+        return dataclasses.replace(resized, memory=report.attempt(plan_memory, resized))
 
     @property
     def model(self) -> str:
@@ -145,11 +160,11 @@ def make_setup(
     dtype = args.dtype or ("float32" if device == "cpu" else "bfloat16")
     setup = Setup(
         checkpoint,
+        geometry,
         given,
         settings,
         args.negative_prompt,
         args.attention,
-        geometry.nabla,
         device,
         dtype,
         full_dtype_name(args.text_encoder_dtype or dtype),

@@ -27,8 +27,10 @@ from kandinsky5_nabla.scripts._state import StateFolder
 if TYPE_CHECKING:
     from kandinsky5_nabla.pipeline.checks import Settings
     from kandinsky5_nabla.scripts._interrupt import Interrupts
-    from kandinsky5_nabla.scripts._plan import Plan, Video
+    from kandinsky5_nabla.scripts._plan import Plan
     from kandinsky5_nabla.scripts._setup import Setup
+    from kandinsky5_nabla.scripts._texts import Texts
+    from kandinsky5_nabla.scripts._videos import Video
 
 MOST_AT_RISK = 60.0
 """Seconds of denoising that a power cut may cost, unless a single step takes longer."""
@@ -40,7 +42,7 @@ class Run:
 
     Attributes:
         attention: name of the backend.
-        texts: the encoded prompts; None for a run that only decodes.
+        texts: the encoded texts; None for a run that only decodes.
     """
 
     pipe: Kandinsky5NablaPipeline
@@ -48,36 +50,49 @@ class Run:
     setup: Setup
     settings: Settings
     attention: str
-    texts: EncodedTexts | None
+    texts: Texts | None
     interrupts: Interrupts
 
+    def of(self, video: Video) -> Run:
+        """Return the run with the numbers and the negative prompt of one of its videos."""
+        given = {**self.setup.given, **video.given}
+        setup = dataclasses.replace(self.setup, given=given, negative_prompt=video.negative_prompt)
+        return dataclasses.replace(self, setup=setup, settings=dataclasses.replace(self.settings, **video.given))
+
     def record_of(self, video: Video) -> Record:
-        """Return the record of a video; that of a state is kept, but for the tile, which a decoding may choose."""
+        """Return the record of a video; that of a state is kept, but for what a decoding may choose."""
+        file: dict[str, Any] = {"codec": self.plan.codec.name, "crf": self.plan.crf}
         if self.plan.state is not None:
             tile = {} if self.setup.tile is None else {"vae_tile": self.setup.tile.name}
-            return dataclasses.replace(self.plan.state.record, **tile)
+            return dataclasses.replace(self.plan.state.record, **tile, **file)
         embeds = None if self.plan.embeds is None else self.plan.embeds.path
         named = {"prompt": video.prompt, "seed": video.seed, "embeds": embeds}
-        return Record.of(self.setup, self.settings, self.attention, **named)
+        return Record.of(self.setup, self.settings, self.attention, **named, **file)
+
+    def texts_of(self, video: Video) -> EncodedTexts:
+        """Return the texts of a video."""
+        assert self.texts is not None, "only a run that decodes has none"
+        return self.texts.of(video)
 
     def folder_of(self, video: Video) -> StateFolder:
         """Return where the state of a video lies: beside it, but for one that is decoded to another name."""
         state = None if self.plan.state is None else self.plan.state.folder
-        return state or StateFolder.of(video.output)
+        return state or video.state
 
 
 def make_video(run: Run, video: Video, before: dict[str, float]) -> dict[str, Any]:
-    """Make one video and return what it is; until the MP4 is complete its state is on disk.
+    """Make one video and return what it is; until its file is complete its state is on disk.
 
     Raises:
         Unfinished: if a stage fails or is interrupted; it says what was kept, and how to go on.
     """
     plan, settings, spent = run.plan, run.settings, dict(before)
+    overwrite = plan.overwrite or video.begun  # a run that was killed may have written its video already
     folder, record = run.folder_of(video), run.record_of(video)
     with _kept(run, folder, video):
-        if plan.state is None:
+        if plan.state is None and not video.begun:
             with stage("state", {}, f"keeping the state of the run in {folder}"):
-                folder.create(video.output, record, _texts_of(run, video))
+                folder.create(video.output, record, run.texts_of(video))
         latents = _denoised(run, video, folder, spent)
         frames, tile = _decode(run, latents, record.vae_tile, folder, spent)
         if tile != record.vae_tile:
@@ -89,11 +104,13 @@ def make_video(run: Run, video: Video, before: dict[str, float]) -> dict[str, An
                 frames,
                 video.output,
                 run.setup.preset.fps,
-                overwrite=plan.overwrite,
+                codec=plan.codec.name,
+                crf=plan.crf,
+                overwrite=overwrite,
                 num_frames=settings.num_frames,
                 comment=record.as_json(),
             )
-            write_json(video.record, record.as_dict(), overwrite=plan.overwrite)
+            write_json(video.record, record.as_dict(), overwrite=overwrite)
         if not (plan.keep_state or plan.decode_only):
             folder.remove()
     return {
@@ -121,15 +138,21 @@ def _kept(run: Run, folder: StateFolder, video: Video) -> Iterator[None]:
             after = "" if state is None else f" after step {state['completed']} of {run.settings.num_inference_steps}"
             said.append(f"the {'encoded text' if state is None else 'state'}{after} is kept in {folder}")
             command = None if run.plan.decode_only else go_on_command(folder, run.plan.running)
-        if waiting := run.plan.videos[run.plan.videos.index(video) + 1 :]:
+        if run.plan.batch is not None:
+            command = run.plan.batch.again
+        elif waiting := run.plan.videos[run.plan.videos.index(video) + 1 :]:
             said.append(f"not begun: {', '.join(str(other.output) for other in waiting)}")
-        raise Unfinished(130 if interrupted else 1, "; ".join(said), command) from error
+        code, ends_all = 130 if interrupted else 1, interrupted or _is_of_the_disk(error)
+        raise Unfinished(code, "; ".join(said), command, ends_all) from error
 
 
-def _texts_of(run: Run, video: Video) -> EncodedTexts:
-    assert run.texts is not None, "only a run that decodes has none"
-    negative = run.texts.negative if run.settings.guidance_scale != 1 else None
-    return EncodedTexts({video.prompt: run.texts.prompt(video.prompt)}, negative)
+def _is_of_the_disk(error: BaseException | None) -> bool:
+    """Return whether an error says that files cannot be written, which the next video would meet, too."""
+    while error is not None:
+        if isinstance(error, OSError) and not isinstance(error, FileExistsError):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _arguments(text: TextEmbeddings, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -152,7 +175,7 @@ def _denoised(run: Run, video: Video, folder: StateFolder, spent: dict[str, floa
     latents = None if state is None else state["latents"]
     if latents is not None and done == steps:
         return latents
-    texts = _texts_of(run, video)
+    texts = run.texts_of(video)
     text = _arguments(texts.prompt(video.prompt))
     text |= {} if texts.negative is None else _arguments(texts.negative[1], "negative_")
     goes_on = f", from step {done + 1}" if done else ""

@@ -10,11 +10,12 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kandinsky5_nabla.scripts._arguments import (
     BadUsage,
     Parser,
+    add_file,
     add_model,
     add_running,
     add_sampling,
@@ -23,6 +24,9 @@ from kandinsky5_nabla.scripts._arguments import (
     fail_running,
 )
 from kandinsky5_nabla.scripts._interrupt import Interrupts, caught_interrupts
+
+if TYPE_CHECKING:
+    from kandinsky5_nabla.scripts._batch import Failure
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,15 +39,22 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("what to make")
     add = group.add_argument
     add("--prompt", action="append", metavar="TEXT", help="what the video shows; repeat it for several videos")
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help=".txt, .csv or .jsonl: a video for each row, in the folder --output",
+    )
     add_size(group)
     add("--num-videos", type=int, default=1, metavar="N", help="videos per prompt, of seeds SEED, SEED + 1, ...")
     add("--seed", type=int, metavar="N", help="of the noise (default: drawn, printed and recorded)")
-    add("--output", type=Path, metavar="FILE.mp4", help="default: a name made of prompt and seed, in this folder")
+    add("--output", type=Path, metavar="FILE", help="default: a name made of prompt and seed, in this folder")
     add("--save-embeds", type=Path, metavar="FILE", help="write the encoded prompts to a .safetensors file, too")
     add("--embeds", type=Path, metavar="FILE", help="such a file in place of the text encoders; all of it, or --prompt")
     add("--from", type=Path, dest="repeat", metavar="FILE", help="repeat the run of an MP4 or NAME.json; others win")
     add("--report", type=Path, metavar="FILE.json", help="write what NABLA kept, in each layer and step of each video")
     add("--overwrite", action="store_true", help="replace existing files")
+    add_file(group)
     add_model(parser, "lite-t2v-10s-sft")
     add_sampling(parser)
     add = parser.add_argument_group("state (NAME.k5 beside NAME.mp4, until that is complete)").add_argument
@@ -66,14 +77,15 @@ def main(argv: list[str] | None = None) -> int:
     argv, parser = sys.argv[1:] if argv is None else argv, build_parser()
     try:
         with caught_interrupts() as interrupts:
-            return _main(parser.parse_args(argv), parser, interrupts)
+            return _main(argv, parser, interrupts)
     except BadUsage as error:
         return fail(2, [str(error)], "--json" in argv)
     except KeyboardInterrupt:
         return fail(130, ["interrupted"], "--json" in argv)
 
 
-def _main(args: argparse.Namespace, parser: argparse.ArgumentParser, interrupts: Interrupts) -> int:
+def _main(argv: list[str], parser: argparse.ArgumentParser, interrupts: Interrupts) -> int:
+    args = parser.parse_args(argv)
     if args.version:
         from kandinsky5_nabla.scripts._record import versions
 
@@ -92,7 +104,7 @@ def _main(args: argparse.Namespace, parser: argparse.ArgumentParser, interrupts:
 
     done: list[dict[str, Any]] = []
     try:
-        plan = make_plan(*complete(args, parser))
+        plan = make_plan(*complete(args, parser), argv)
         for caution in plan.cautions():
             print(f"warning: {caution}", file=sys.stderr)
         if args.dry_run:
@@ -105,7 +117,11 @@ def _main(args: argparse.Namespace, parser: argparse.ArgumentParser, interrupts:
                 if not args.json:
                     print(_line(video), flush=True)
 
-            result = run(plan, on_video, interrupts)
+            def on_failure(failure: Failure) -> None:
+                for sentence in failure.sentences(args.prompts):
+                    print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
+
+            result = run(plan, on_video, on_failure, interrupts)
     except BadInput as error:
         return fail(2, error.problems, args.json)
     except Exception as error:
@@ -117,7 +133,7 @@ def _main(args: argparse.Namespace, parser: argparse.ArgumentParser, interrupts:
     elif args.dry_run:
         for name, value in result.items():
             print("\n".join(value) if name == "memory" else f"{name}: {value}")
-    return 0
+    return 1 if result.get("failed") or result.get("bad") else 0
 
 
 def _line(video: dict[str, Any]) -> str:

@@ -1,0 +1,247 @@
+"""A run over a file of prompts: its rows as videos in one folder, what is done already, and the manifest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kandinsky5_nabla.pipeline.checks import Report, prompt_list
+from kandinsky5_nabla.pipeline.codecs import Codec
+from kandinsky5_nabla.scripts._outputs import folder_problems, safe_name, write_json
+from kandinsky5_nabla.scripts._prompts import Row, read_prompts
+from kandinsky5_nabla.scripts._record import Record, read_record
+from kandinsky5_nabla.scripts._setup import Setup, seed_problems
+from kandinsky5_nabla.scripts._videos import Video, drawn_seed
+
+MANIFEST = "manifest.json"
+SIZE = ("height", "width", "num_frames")
+STEM_BYTES = 60
+"""Of a prompt in a name: with the line, the seed and a suffix a name stays below 100 bytes."""
+
+_COMPARED = (
+    *("negative_prompt", "seed", "preset", "model", "vae", "text_encoder", "text_encoder_2", "loras", "dtype"),
+    *("text_encoder_dtype", "dit_dtype", "codec", "crf"),
+)
+"""Fields of a record that are known before the checkpoint is loaded, and in which two runs differ if at all."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A row without a video, and why; `line` is its line in the file."""
+
+    line: int
+    problems: tuple[str, ...]
+
+    def sentences(self, source: Path) -> list[str]:
+        """Return the problems with the place where they are."""
+        return [f"{source} line {self.line}: {problem}" for problem in self.problems]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a file.
+
+    Attributes:
+        source: the file.
+        folder: where the videos go.
+        seed: of the rows that have none; it is drawn where none was given.
+        videos: those that are to be made.
+        done: those that were made before, by the same run.
+        bad: rows that cannot be made.
+        again: the command line that goes on where this one was stopped.
+    """
+
+    source: Path
+    folder: Path
+    seed: int
+    videos: list[Video]
+    done: list[Video]
+    bad: list[Failure]
+    again: str
+
+    def describe(self) -> dict[str, Any]:
+        """Return as plain values what a run over the file would do."""
+        bad = [sentence for failure in self.bad for sentence in failure.sentences(self.source)]
+        return {"prompts": str(self.source), "folder": str(self.folder), "done_before": len(self.done), "bad": bad}
+
+
+class Rows:
+    """What becomes of the rows in a run, in the manifest beside the videos; it is written anew with each change."""
+
+    def __init__(self, batch: Batch, on_failure: Callable[[Failure], None]) -> None:
+        """Write the manifest, and hand each bad row to `on_failure`; errors as those of `complete_file`."""
+        self.failed: list[Failure] = []
+        self._batch, self._on_failure = batch, on_failure
+        self._rows: dict[tuple[int, int], dict[str, Any]] = {}
+        for status, videos in {"done": batch.done, "waiting": batch.videos}.items():
+            for video in videos:
+                about = {"prompt": video.prompt, "seed": video.seed, "file": video.output.name}
+                self._rows[_place(video)] = {"line": video.line, "status": status, **about}
+        for failure in batch.bad:
+            self._rows[failure.line, 0] = {"line": failure.line, "status": "failed"}
+        batch.folder.mkdir(exist_ok=True)
+        for failure in batch.bad:
+            self._fail(self._rows[failure.line, 0], failure)
+        self._write()
+
+    def complete(self, video: Video) -> None:
+        """Note that a video is complete."""
+        self._rows[_place(video)]["status"] = "done"
+        self._write()
+
+    def fail(self, video: Video, problem: str) -> None:
+        """Note that a video could not be made."""
+        row = self._rows[_place(video)]
+        self._fail(row, Failure(row["line"], (problem,)))
+        self._write()
+
+    def summary(self) -> str:
+        """Return how many rows came to what."""
+        counts = Counter(row["status"] for row in self._rows.values())
+        return f"{self._batch.folder / MANIFEST}: {', '.join(f'{count} {status}' for status, count in counts.items())}"
+
+    def _fail(self, row: dict[str, Any], failure: Failure) -> None:
+        row |= {"status": "failed", "problems": failure.problems}
+        self.failed.append(failure)
+        self._on_failure(failure)
+
+    def _write(self) -> None:
+        rows = [self._rows[place] for place in sorted(self._rows)]
+        content = {"prompts": str(self._batch.source), "seed": self._batch.seed, "rows": rows}
+        write_json(self._batch.folder / MANIFEST, content, overwrite=True)
+
+
+def plan_batch(
+    report: Report, args: argparse.Namespace, setup: Setup, codec: Codec, crf: int | None, argv: Sequence[str]
+) -> Batch | None:
+    """Return what a run over a file of prompts has to do, None where the file or the folder cannot be used at all.
+
+    What is wrong with the file goes into the report, what is wrong with a row into the batch.
+    """
+    folder = args.output or args.prompts.with_suffix("")
+    report.add(_folder_problems(folder))
+    try:
+        rows = read_prompts(args.prompts)
+    except (OSError, ValueError) as error:
+        report.add([f"--prompts {error}"])
+        return None
+    seed = args.seed if args.seed is not None else _seed_before(folder)
+    batch = Batch(args.prompts, folder, drawn_seed() if seed is None else seed, [], [], [], _again(argv))
+    if report.problems:  # rows would be checked against numbers that are wrong themselves
+        return batch
+    sized: dict[tuple[int | None, ...], tuple[list[str], Setup]] = {}
+    for row in rows:
+        size = tuple(row.given.get(name) for name in SIZE)
+        if size not in sized:
+            sized[size] = _resized(setup, size)
+        problems, of_row = sized[size]
+        checked = Report()
+        checked.add([*row.problems, *problems])
+        found = list(_videos_of_row(checked, row, args, batch, of_row, codec, crf))
+        if checked.problems:
+            batch.bad.append(Failure(row.line, tuple(checked.problems)))
+        else:
+            batch.done.extend(video for video, done in found if done)
+            batch.videos.extend(video for video, done in found if not done)
+    return batch
+
+
+def largest(report: Report, setup: Setup, videos: Sequence[Video]) -> Setup:
+    """Return the setup of the video that takes the most memory: placed for that one, all of them fit."""
+    setup = replace(setup, num_videos=len(videos))
+    sizes = {tuple(video.given.get(name) for name in SIZE) for video in videos}
+    setups = [_resized(setup, size)[1] for size in sizes]
+    most = max(setups, key=lambda each: each.settings.height * each.settings.width * each.settings.num_frames)
+    return most.resized(report, {})
+
+
+def _videos_of_row(
+    report: Report, row: Row, args: argparse.Namespace, batch: Batch, setup: Setup, codec: Codec, crf: int | None
+) -> Iterator[tuple[Video, bool]]:
+    """Yield the videos of a row and whether each is done; what is wrong goes into the report."""
+    seed = row.given.get("seed", batch.seed)
+    report.add(seed_problems(seed, args.num_videos))
+    negative = row.given.get("negative_prompt", args.negative_prompt)
+    report.attempt(prompt_list, [row.prompt, negative or ""])
+    given = {name: row.given[name] for name in SIZE if name in row.given}
+    for i in range(0 if report.problems else args.num_videos):
+        name = f"{row.line:04}-{safe_name(row.prompt, STEM_BYTES)}-{seed + i}{codec.suffix}"
+        video = Video(row.prompt, seed + i, batch.folder / name, negative, given, row.line)
+        yield (video, False) if args.overwrite else _compared(report, video, setup, codec, crf)
+
+
+def _compared(report: Report, video: Video, setup: Setup, codec: Codec, crf: int | None) -> tuple[Video, bool]:
+    """Return a video and whether it is done; a file of another run in its place goes into the report."""
+    begun = video.state.exists()
+    there = [path for path in (video.output, video.record) if os.path.lexists(path)]
+    if not begun and not there:
+        return video, False
+    in_the_way = video.state if begun else there[-1]
+    remedy = "--overwrite makes it anew, another --output leaves it"
+    try:
+        record = video.state.read_settings()[1] if begun else read_record(there[-1])
+    except (OSError, ValueError) as error:
+        report.add([f"{in_the_way}: is in the way ({error}); {remedy}"])
+        return video, False
+    if differences := list(_differences(record, video, setup, codec, crf)):
+        report.add([f"{in_the_way}: was made with {', '.join(differences)}; {remedy}"])
+    done = not begun and video.output in there
+    return replace(video, begun=not done), done
+
+
+def _differences(record: Record, video: Video, setup: Setup, codec: Codec, crf: int | None) -> Iterator[str]:
+    """Yield in what a record differs from what a video of this run would have, as far as that is known now."""
+    attention = setup.attention or record.attention
+    named = {"prompt": video.prompt, "seed": video.seed, "embeds": None, "codec": codec.name, "crf": crf}
+    setup = replace(setup, negative_prompt=video.negative_prompt)
+    expected = Record.of(setup, setup.settings, attention, **named)
+    numbers = [name for name, value in setup.given.items() if value is not None]
+    compared = [*_COMPARED, "prompt", "attention", *numbers, *(["vae_tile"] if setup.tile is not None else [])]
+    for name in compared:
+        was, here = getattr(record, name), getattr(expected, name)
+        if was != here:
+            yield f"{name} {was!r}, not {here!r}"
+
+
+def _resized(setup: Setup, size: tuple[int | None, ...]) -> tuple[list[str], Setup]:
+    """Return the setup at another size, and what is wrong with that."""
+    report = Report()
+    given = {name: value for name, value in zip(SIZE, size, strict=True) if value is not None}
+    return report.problems, setup.resized(report, given)
+
+
+def _folder_problems(folder: Path) -> list[str]:
+    """Return why the videos cannot lie in a folder, which is made if need be."""
+    if os.path.isdir(folder):
+        return folder_problems("output", folder)
+    if os.path.lexists(folder):
+        return [f"output {folder}: is a file, and with --prompts the output is a folder; name another"]
+    return folder_problems("output", folder.parent)
+
+
+def _seed_before(folder: Path) -> int | None:
+    """Return the seed that an earlier run over the file has drawn."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        seed = json.loads((folder / MANIFEST).read_text("utf-8"))["seed"]
+        return seed if isinstance(seed, int) and not seed_problems(seed) else None
+    return None
+
+
+def _again(argv: Sequence[str]) -> str:
+    """Return the command line that goes on; with --overwrite it would begin anew."""
+    program = [sys.executable, sys.argv[0]] if sys.argv[0].endswith(".py") else [sys.argv[0]]
+    return shlex.join([*program, *(word for word in argv if word != "--overwrite")])
+
+
+def _place(video: Video) -> tuple[int, int]:
+    assert video.line is not None, "it is of a row"
+    return video.line, video.seed

@@ -1,0 +1,80 @@
+"""The videos of a run: what each shows, its numbers, and the names of its files."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from kandinsky5_nabla.pipeline.codecs import CODECS, Codec
+from kandinsky5_nabla.scripts._outputs import free_names, safe_name
+from kandinsky5_nabla.scripts._state import SUFFIX, StateFolder
+
+
+@dataclass(frozen=True)
+class Video:
+    """One video of a run.
+
+    Attributes:
+        prompt: what it shows.
+        seed: of its noise.
+        output: the file, or the folder of frames.
+        negative_prompt: None for the authors' text.
+        given: numbers of its own, by the names of `Settings`.
+        line: of the file of prompts; None for a prompt of the command line.
+        begun: its state is there, and the run goes on from it.
+    """
+
+    prompt: str
+    seed: int
+    output: Path
+    negative_prompt: str | None = None
+    given: Mapping[str, Any] = field(default=MappingProxyType({}))
+    line: int | None = None
+    begun: bool = False
+
+    @property
+    def record(self) -> Path:
+        """Where its record lies, beside it."""
+        return self.output.with_suffix(".json")
+
+    @property
+    def state(self) -> StateFolder:
+        """Where its state lies, beside it."""
+        return StateFolder.of(self.output)
+
+
+def codec_of(args: argparse.Namespace) -> Codec:
+    """Return the codec that was asked for, or the one that the output's suffix stands for."""
+    by_suffix = {codec.suffix: codec.name for codec in reversed(CODECS.values()) if codec.suffix}
+    suffix = "" if args.output is None else args.output.suffix.lower()
+    return CODECS[args.codec or by_suffix.get(suffix, "h264")]
+
+
+def drawn_seed() -> int:
+    """Return a seed for a run that was given none."""
+    return secrets.randbelow(2**31)
+
+
+def videos_of(args: argparse.Namespace, codec: Codec) -> list[Video]:
+    """Return the videos of the prompts of a command line, one for each prompt and seed."""
+    first = drawn_seed() if args.seed is None else args.seed
+    pairs = [(prompt, first + i) for prompt in args.prompt or [] for i in range(args.num_videos)]
+    if args.output is None:
+        names = [Path(f"{safe_name(prompt)}-{seed}{codec.suffix}") for prompt, seed in pairs]
+        outputs = free_names(names, lambda name: not args.overwrite and _is_taken(name))
+    elif len(pairs) == 1:
+        outputs = [args.output]
+    else:
+        outputs = [args.output.with_stem(f"{args.output.stem}-{i + 1}") for i in range(len(pairs))]
+    return [
+        Video(prompt, seed, output, args.negative_prompt) for (prompt, seed), output in zip(pairs, outputs, strict=True)
+    ]
+
+
+def _is_taken(output: Path) -> bool:
+    return any(output.with_suffix(suffix).exists() for suffix in (output.suffix, ".json", SUFFIX))
