@@ -155,13 +155,12 @@ def plan_batch(
     return batch
 
 
-def largest(report: Report, setup: Setup, videos: Sequence[Video]) -> Setup:
-    """Return the setup of the video that takes the most memory: placed for that one, all of them fit."""
-    setup = replace(setup, num_videos=len(videos))
+def planned_for_all(report: Report, setup: Setup, videos: Sequence[Video]) -> Setup:
+    """Return the setup with the memory of the largest video: placed for that one, all of them fit."""
     sizes = {tuple(video.given.get(name) for name in SIZE) for video in videos}
-    setups = [_resized(setup, size)[1] for size in sizes]
-    most = max(setups, key=lambda each: each.settings.height * each.settings.width * each.settings.num_frames)
-    return most.resized(report, {})
+    all_settings = [_resized(setup, size)[1].settings for size in sizes]
+    most = max(all_settings, key=lambda each: each.height * each.width * each.num_frames)
+    return replace(setup, num_videos=len(videos), largest=most).planned(report)
 
 
 def _videos_of_row(

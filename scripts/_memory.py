@@ -41,7 +41,7 @@ def plan_memory(setup: Setup) -> MemoryPlan | None:
     sizes = known_sizes(setup.checkpoint)
     if sizes is None:
         return None
-    settings = setup.settings
+    settings = setup.largest
     run = Run(
         settings.height,
         settings.width,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kandinsky5_nabla.configs import find_preset
 from kandinsky5_nabla.pipeline.checks import MAX_COUNT, Report, prompt_list
 from kandinsky5_nabla.pipeline.codecs import Codec
-from kandinsky5_nabla.scripts._batch import Batch, largest, plan_batch
+from kandinsky5_nabla.scripts._batch import Batch, plan_batch, planned_for_all
 from kandinsky5_nabla.scripts._outputs import (
     folder_problems,
     named_file_problems,
@@ -134,7 +134,7 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
     if embeds is not None:
         report.add(_embeds_problems(embeds, setup, args.prompt))
     if batch is not None and not report.problems:
-        setup = largest(report, setup, videos) if videos else setup
+        setup = planned_for_all(report, setup, videos) if videos else setup
         report.add([] if videos or batch.done else batch.describe()["bad"])
     if report.problems:
         raise BadInput(report.problems)

@@ -44,6 +44,7 @@ class Setup:
         geometry: of the checkpoint, with the attention, as far as it is known before it is loaded.
         given: the numbers that were given, by the names of `Settings`; None for those that were not.
         settings: all the numbers, as far as they are known before the checkpoint is loaded.
+        largest: those of the video that takes the most memory, where videos differ.
         negative_prompt: None for the authors' text.
         attention: name of the backend, None for the checkpoint's.
         device: "cpu", "cuda" or "cuda:N".
@@ -61,6 +62,7 @@ class Setup:
     geometry: Geometry
     given: dict[str, Any]
     settings: Settings
+    largest: Settings
     negative_prompt: str | None
     attention: str | None
     device: str
@@ -87,11 +89,14 @@ class Setup:
     def resized(self, report: Report, given: Mapping[str, Any]) -> Setup:
         """Return the setup with other numbers of `Settings`; what is wrong with them goes into the report."""
         settings = dataclasses.replace(self.settings, **given)
-        resized = dataclasses.replace(self, given={**self.given, **given}, settings=settings)
-        if problems := settings.problems(self.geometry):
-            report.add(problems)
-            return resized
-        return dataclasses.replace(resized, memory=report.attempt(plan_memory, resized))
+        resized = dataclasses.replace(self, given={**self.given, **given}, settings=settings, largest=settings)
+        problems = settings.problems(self.geometry)
+        report.add(problems)
+        return resized if problems else resized.planned(report)
+
+    def planned(self, report: Report) -> Setup:
+        """Return the setup with the plan of its memory; why it does not fit goes into the report."""
+        return dataclasses.replace(self, memory=report.attempt(plan_memory, self))
 
     @property
     def model(self) -> str:
@@ -163,6 +168,7 @@ def make_setup(
         geometry,
         given,
         settings,
+        settings,
         args.negative_prompt,
         args.attention,
         device,
@@ -180,7 +186,7 @@ def make_setup(
         report.add(precision_problems(setup.text_encoder_dtype, setup.dit_dtype, device))
     if report.problems:  # a plan of memory would be about another run
         return setup
-    return dataclasses.replace(setup, memory=report.attempt(plan_memory, setup))
+    return setup.planned(report)
 
 
 def _cautions(args: argparse.Namespace, checkpoint: Checkpoint, settings: Settings) -> list[str]:

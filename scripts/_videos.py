@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from kandinsky5_nabla.pipeline.codecs import CODECS, Codec
@@ -33,7 +32,7 @@ class Video:
     seed: int
     output: Path
     negative_prompt: str | None = None
-    given: Mapping[str, Any] = field(default=MappingProxyType({}))
+    given: Mapping[str, Any] = field(default_factory=dict)
     line: int | None = None
     begun: bool = False
 

@@ -275,7 +275,7 @@ def test_what_is_done_is_not_made_again_and_a_drawn_seed_is_kept(here, calls, tm
     made.clear()
     code, out, err = here("--prompts", "a.txt")
     assert (code, out, made) == (0, "", [])
-    assert err.splitlines() == ["a/manifest.json: 2 done"]
+    assert err.splitlines()[-1] == "a/manifest.json: 2 done"
     assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
     (tmp_path / "a.txt").write_text("a cat\na dog\na cow\n")
     assert here("--prompts", "a.txt")[0] == 0
