@@ -46,6 +46,7 @@ class Run:
         videos: made one after the other; of one alone the transformer can be released before decoding.
         batch: videos in one forward. Guidance adds nothing: its two forwards come one after the other.
         tile: of the VAE.
+        expand: the text encoder rewrites the prompts first, for which it needs its output head.
     """
 
     height: int
@@ -59,6 +60,7 @@ class Run:
     videos: int = 1
     batch: int = 1
     tile: Tile = dataclasses.field(default_factory=lambda: vae_tiles()[0])
+    expand: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,12 @@ def _weights(sizes: Sizes, run: Run, offload: str, release: bool) -> tuple[int, 
 def text_activations(sizes: Sizes, run: Run) -> int:
     """Return the bytes in Qwen's feed-forward of one prompt: gate, up and their product `[L, F]`, and the stream.
 
-    Prompts are encoded one by one. nf4 unpacks a weight to the dtype that is computed in.
+    Prompts are encoded one by one. nf4 unpacks a weight to the dtype that is computed in. The output head is as
+    large as the table of embeddings, the largest layer, and is not quantised.
     """
     compute = BYTES[_text_compute(run)]
     tokens = TEXT_TOKENS * (3 * sizes.text_ff_dim + 6 * sizes.text_dim) * compute
+    tokens += sizes.text_encoder.leaf * compute if run.expand else 0
     return tokens + (sizes.text_dim * sizes.text_ff_dim * compute if run.text_encoder_dtype in QUANTISED else 0)
 
 

@@ -200,9 +200,11 @@ def _compared(report: Report, video: Video, setup: Setup, codec: Codec, crf: int
 def _differences(record: Record, video: Video, setup: Setup, codec: Codec, crf: int | None) -> Iterator[str]:
     """Yield in what a record differs from what a video of this run would have, as far as that is known now."""
     attention = setup.attention or record.attention
-    named = {"prompt": video.prompt, "seed": video.seed, "embeds": None, "codec": codec.name, "crf": crf}
+    typed = record.prompt if record.short_prompt is None else record.short_prompt
+    named = {"prompt": video.prompt, "short_prompt": None, "seed": video.seed, "embeds": None}
     setup = replace(setup, negative_prompt=video.negative_prompt)
-    expected = Record.of(setup, setup.settings, attention, **named)
+    expected = Record.of(setup, setup.settings, attention, **named, codec=codec.name, crf=crf)
+    record = replace(record, prompt=typed)  # whether it was expanded is not known before the text encoder is loaded
     numbers = [name for name, value in setup.given.items() if value is not None]
     compared = [*_COMPARED, "prompt", "attention", *numbers, *(["vae_tile"] if setup.tile is not None else [])]
     for name in compared:

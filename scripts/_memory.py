@@ -53,6 +53,7 @@ def plan_memory(setup: Setup) -> MemoryPlan | None:
         attention=setup.attention or ("NABLA_ATTN" if setup.sparse else "SDPA"),
         videos=setup.num_videos,
         tile=setup.tile or vae_tiles()[0],
+        expand=setup.expand_prompt,
     )
     return choose(sizes, run, budget(setup.device), setup.offload)
 

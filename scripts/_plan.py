@@ -13,6 +13,7 @@ from kandinsky5_nabla.configs import find_preset
 from kandinsky5_nabla.pipeline.checks import MAX_COUNT, Report, prompt_list
 from kandinsky5_nabla.pipeline.codecs import Codec
 from kandinsky5_nabla.scripts._batch import Batch, plan_batch, planned_for_all
+from kandinsky5_nabla.scripts._expand import check_expansion
 from kandinsky5_nabla.scripts._outputs import (
     folder_problems,
     named_file_problems,
@@ -76,7 +77,7 @@ class Plan:
 
     def describe(self) -> dict[str, Any]:
         """Return the plan as plain values."""
-        outputs = [{"file": str(v.output), "seed": v.seed, "prompt": v.prompt} for v in self.videos]
+        outputs = [{"file": str(v.output), "seed": v.seed, **v.texts()} for v in self.videos]
         report = {} if self.report is None else {"report": str(self.report)}
         state = {} if self.state is None else {"state": str(self.state.folder), "completed_steps": self.state.completed}
         batch = {} if self.batch is None else self.batch.describe()
@@ -114,7 +115,7 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
     own = saved is not None and args.resume is not None and saved.owns_output()
     overwrite = args.overwrite or own
     batch = None if args.prompts is None else plan_batch(report, args, setup, codec, crf, argv)
-    videos = batch.videos if batch is not None else _videos(report, args, codec, overwrite)
+    videos = batch.videos if batch is not None else _videos(report, args, codec, saved, overwrite)
     if (saved is None or saved.folder is None) and batch is None:
         report.add(_state_problems(videos, args.overwrite))
     if saved is not None:
@@ -136,6 +137,8 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
     if batch is not None and not report.problems:
         setup = planned_for_all(report, setup, videos) if videos else setup
         report.add([] if videos or batch.done else batch.describe()["bad"])
+    if args.expand_prompt:
+        check_expansion(report, args, setup.checkpoint)
     if report.problems:
         raise BadInput(report.problems)
     return Plan(
@@ -169,10 +172,13 @@ def _prompt_problems(args: argparse.Namespace, saved: Saved | None) -> list[str]
     return report.problems
 
 
-def _videos(report: Report, args: argparse.Namespace, codec: Codec, overwrite: bool) -> list[Video]:
+def _videos(
+    report: Report, args: argparse.Namespace, codec: Codec, saved: Saved | None, overwrite: bool
+) -> list[Video]:
     """Return the videos of the command line's prompts; what is wrong with their names goes into the report."""
+    typed = {} if saved is None else {saved.record.prompt: saved.record.short_prompt}
     unusable = folder_problems("output", Path()) if args.output is None else video_problems(args.output, codec)
-    videos = [] if unusable or args.num_videos > MAX_COUNT else videos_of(args, codec)
+    videos = [] if unusable or args.num_videos > MAX_COUNT else videos_of(args, codec, typed)
     report.add(unusable or taken("output", [video.output for video in videos], overwrite, codec))
     report.add(taken("output", [video.record for video in videos], overwrite))
     return videos

@@ -24,6 +24,7 @@ FORMAT = 1
 PACKAGES = ("kandinsky5-nabla", "torch", "diffusers", "transformers")
 FIXED = ("scale_factor", "fps")
 """Numbers that no argument sets; they come from the preset."""
+_NO_ARGUMENT = (*FIXED, "versions", "short_prompt")
 
 _ARGUMENTS = {"preset": "config", "loras": "lora", "num_inference_steps": "steps", "nabla_P": "nabla_p"}
 """Fields whose argument has another name."""
@@ -39,7 +40,8 @@ class Record:
     """What made one video; no names of outputs, times or timings, so that the same run gives the same bytes.
 
     Attributes:
-        prompt: the text.
+        prompt: the text that was encoded.
+        short_prompt: what was typed, where that is its expansion; else None.
         negative_prompt: None for the authors' text.
         seed: of its noise.
         preset: name or file.
@@ -65,6 +67,7 @@ class Record:
     """
 
     prompt: str
+    short_prompt: str | None
     negative_prompt: str | None
     seed: int
     preset: str
@@ -102,6 +105,7 @@ class Record:
         attention: str,
         *,
         prompt: str,
+        short_prompt: str | None,
         seed: int,
         embeds: Path | None,
         codec: str,
@@ -113,6 +117,7 @@ class Record:
         parts = dict.fromkeys(PARTS) | {name: str(folder) for name, folder in checkpoint.parts.items()}
         return cls(
             prompt=prompt,
+            short_prompt=short_prompt,
             negative_prompt=setup.negative_prompt,
             seed=seed,
             preset=checkpoint.config,
@@ -167,7 +172,8 @@ class Record:
         names = {field.name for field in fields(cls)}
         if differing := sorted(names ^ values.keys()):
             raise ValueError(f"holds a damaged record: {', '.join(differing)} missing or unknown")
-        for name, kind in {"loras": list, "scale_factor": list, "versions": dict}.items():
+        kinds = {"prompt": str, "short_prompt": str | None, "loras": list, "scale_factor": list, "versions": dict}
+        for name, kind in kinds.items():
             if not isinstance(values[name], kind):
                 raise ValueError(f"holds a damaged record: {name} is {values[name]!r}")
         values |= {name: tuple(values[name]) for name in ("loras", "scale_factor")}
@@ -176,7 +182,7 @@ class Record:
     def arguments(self) -> list[str]:
         """Return the record as arguments of the command line."""
         values = {_ARGUMENTS.get(name, name): value for name, value in asdict(self).items()}
-        return as_argv({name: value for name, value in values.items() if name not in (*FIXED, "versions")})
+        return as_argv({name: value for name, value in values.items() if name not in _NO_ARGUMENT})
 
 
 def read_record(path: Path) -> Record:

@@ -32,6 +32,7 @@ FREE = {
     "decode_only": (*RUNNING, "dry_run", "vae_tile", "codec", "crf", "output"),
 }
 """What a state leaves open, for each way to use it."""
+_INSTEAD = dict.fromkeys(FREE, "leave it out") | {"repeat": "add --prompt TEXT, or leave it out"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple
     if len(sources) > 1:
         raise BadInput([f"{' and '.join(SOURCES[name] for name in sources)} exclude each other: give one"])
     way, source = sources[0], given.pop(sources[0])
+    if "expand_prompt" in given and (way != "repeat" or "prompt" not in given):
+        raise BadInput([f"--expand-prompt: {SOURCES[way]} {source} takes that run's text as it is; {_INSTEAD[way]}"])
     try:
         saved = _saved_video(source) if way == "repeat" else _saved_state(source)
         recorded = vars(parser.parse_args(saved.record.arguments()))

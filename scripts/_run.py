@@ -23,6 +23,7 @@ from kandinsky5_nabla.pipeline.precision import cast_transformer, compute_dtype,
 from kandinsky5_nabla.pipeline.safety import check_part, check_part_weights
 from kandinsky5_nabla.scripts._arguments import Unfinished
 from kandinsky5_nabla.scripts._batch import Failure, Rows
+from kandinsky5_nabla.scripts._expand import expand_videos
 from kandinsky5_nabla.scripts._memory import plan_memory
 from kandinsky5_nabla.scripts._outputs import write_json
 from kandinsky5_nabla.scripts._setup import NOTHING_TO_REPORT
@@ -74,6 +75,7 @@ def _make_all(
         of_all = Run(pipe, plan, setup, setup.settings, plan.state.record.attention, None, interrupts)
     else:
         of_all = _encoded(pipe, plan, setup, interrupts, spent)
+        plan = of_all.plan
     videos, reports = [], []
     for video in plan.videos:
         with _recording(pipe, plan) as records:
@@ -112,6 +114,8 @@ def _encoded(
     settings = pipe.resolve_settings(**setup.given)
     if plan.report is not None and settings.nabla_P is None:
         raise RuntimeError(f"the report cannot be made: {NOTHING_TO_REPORT}; leave --report out")
+    if setup.expand_prompt:
+        plan = expand_videos(pipe, plan, spent)
     with stage("text", spent, "encoding the text" if plan.embeds is None else f"reading {plan.embeds.path}"):
         if plan.embeds is None:
             texts = Texts.encoded(pipe, plan.videos, guided=settings.guidance_scale != 1)

@@ -56,6 +56,7 @@ class Setup:
         memory: the plan; None where the sizes of the checkpoint are not known before it is downloaded.
         loras: LoRAs with their scales.
         cautions: sentences about what may not come out as expected.
+        expand_prompt: whether the text encoder rewrites short prompts before it encodes them.
     """
 
     checkpoint: Checkpoint
@@ -75,6 +76,7 @@ class Setup:
     memory: MemoryPlan | None
     loras: list[LoraRequest]
     cautions: list[str]
+    expand_prompt: bool
 
     @property
     def preset(self) -> Preset:
@@ -123,6 +125,7 @@ class Setup:
             **{name: dtype for name, dtype in dtypes.items() if dtype != self.dtype},
             "offload": self.offload if self.memory is None else self.memory.offload,
             **({} if self.tile is None else {"vae_tile": self.tile.name}),
+            **({"expand_prompt": True} if self.expand_prompt else {}),
         }
 
 
@@ -181,6 +184,7 @@ def make_setup(
         None,
         find_loras(report, args.lora, checkpoint),
         [] if problems else _cautions(args, checkpoint, settings),
+        getattr(args, "expand_prompt", False),  # other command lines have no prompts
     )
     if len(report.problems) == before:  # the device exists
         report.add(precision_problems(setup.text_encoder_dtype, setup.dit_dtype, device))

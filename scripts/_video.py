@@ -66,7 +66,7 @@ class Run:
             tile = {} if self.setup.tile is None else {"vae_tile": self.setup.tile.name}
             return dataclasses.replace(self.plan.state.record, **tile, **file)
         embeds = None if self.plan.embeds is None else self.plan.embeds.path
-        named = {"prompt": video.prompt, "seed": video.seed, "embeds": embeds}
+        named = {"prompt": video.prompt, "short_prompt": video.short_prompt, "seed": video.seed, "embeds": embeds}
         return Record.of(self.setup, self.settings, self.attention, **named, **file)
 
     def texts_of(self, video: Video) -> EncodedTexts:
@@ -115,12 +115,13 @@ def make_video(run: Run, video: Video, before: dict[str, float]) -> dict[str, An
             folder.remove()
     return {
         "file": str(video.output),
-        "prompt": video.prompt,
+        **video.texts(),
         "width": settings.width,
         "height": settings.height,
         "num_frames": settings.num_frames,
         "fps": run.setup.preset.fps,
         "seed": video.seed,
+        "vae_tile": record.vae_tile,
         "seconds": {stage: round(seconds, 2) for stage, seconds in spent.items()},
     }
 

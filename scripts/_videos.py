@@ -26,6 +26,7 @@ class Video:
         given: numbers of its own, by the names of `Settings`.
         line: of the file of prompts; None for a prompt of the command line.
         begun: its state is there, and the run goes on from it.
+        short_prompt: what was typed, where `prompt` is its expansion.
     """
 
     prompt: str
@@ -35,6 +36,7 @@ class Video:
     given: Mapping[str, Any] = field(default_factory=dict)
     line: int | None = None
     begun: bool = False
+    short_prompt: str | None = None
 
     @property
     def record(self) -> Path:
@@ -45,6 +47,10 @@ class Video:
     def state(self) -> StateFolder:
         """Where its state lies, beside it."""
         return StateFolder.of(self.output)
+
+    def texts(self) -> dict[str, str]:
+        """Return prompt and, where there is one, short prompt, as plain values."""
+        return {"prompt": self.prompt, **({} if self.short_prompt is None else {"short_prompt": self.short_prompt})}
 
 
 def codec_of(args: argparse.Namespace) -> Codec:
@@ -59,19 +65,23 @@ def drawn_seed() -> int:
     return secrets.randbelow(2**31)
 
 
-def videos_of(args: argparse.Namespace, codec: Codec) -> list[Video]:
-    """Return the videos of the prompts of a command line, one for each prompt and seed."""
+def videos_of(args: argparse.Namespace, codec: Codec, typed: Mapping[str, str | None]) -> list[Video]:
+    """Return the videos of the prompts of a command line, one for each prompt and seed.
+
+    `typed` has for a prompt of a record what it was expanded from; names are made of that.
+    """
     first = drawn_seed() if args.seed is None else args.seed
     pairs = [(prompt, first + i) for prompt in args.prompt or [] for i in range(args.num_videos)]
     if args.output is None:
-        names = [Path(f"{safe_name(prompt)}-{seed}{codec.suffix}") for prompt, seed in pairs]
+        names = [Path(f"{safe_name(typed.get(prompt) or prompt)}-{seed}{codec.suffix}") for prompt, seed in pairs]
         outputs = free_names(names, lambda name: not args.overwrite and _is_taken(name))
     elif len(pairs) == 1:
         outputs = [args.output]
     else:
         outputs = [args.output.with_stem(f"{args.output.stem}-{i + 1}") for i in range(len(pairs))]
     return [
-        Video(prompt, seed, output, args.negative_prompt) for (prompt, seed), output in zip(pairs, outputs, strict=True)
+        Video(prompt, seed, output, args.negative_prompt, short_prompt=typed.get(prompt))
+        for (prompt, seed), output in zip(pairs, outputs, strict=True)
     ]
 
 

@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num-videos", type=int, default=1, metavar="N", help="videos per prompt, of seeds SEED, SEED + 1, ...")
     add("--seed", type=int, metavar="N", help="of the noise (default: drawn, printed and recorded)")
     add("--output", type=Path, metavar="FILE", help="default: a name made of prompt and seed, in this folder")
+    add("--expand-prompt", action="store_true", help="let the loaded Qwen rewrite short prompts in detail first")
     add("--save-embeds", type=Path, metavar="FILE", help="write the encoded prompts to a .safetensors file, too")
     add("--embeds", type=Path, metavar="FILE", help="such a file in place of the text encoders; all of it, or --prompt")
     add("--from", type=Path, dest="repeat", metavar="FILE", help="repeat the run of an MP4 or NAME.json; others win")

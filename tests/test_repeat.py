@@ -147,6 +147,8 @@ def test_a_preset_that_has_changed_since_is_no_repetition(make, problems, tmp_pa
         ({"format": FORMAT + 1}, f"holds a record of the format {FORMAT + 1}; this version reads {FORMAT}"),
         ({"more": 1}, "holds a damaged record: more missing or unknown"),
         ({"loras": "x"}, "holds a damaged record: loras is 'x'"),
+        ({"prompt": ["a cat"]}, "holds a damaged record: prompt is ['a cat']"),
+        ({"short_prompt": 5}, "holds a damaged record: short_prompt is 5"),
         ({"height": "tall"}, "argument --height: invalid int value: 'tall'"),
     ],
 )
