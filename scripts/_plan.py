@@ -32,6 +32,7 @@ from kandinsky5_nabla.scripts._videos import Video, codec_of, videos_of
 
 if TYPE_CHECKING:
     from kandinsky5_nabla.pipeline.embeds_file import EmbedsFile
+    from kandinsky5_nabla.pipeline.preview import PreviewMap
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Plan:
         keep_state: leave the state where it is when the video is complete.
         running: arguments that a command which goes on has to repeat.
         batch: the file of prompts that the videos come from; None for those of the command line.
+        preview: the colours of latents, for pictures on the way and a contact sheet in the end; None for neither.
     """
 
     setup: Setup
@@ -69,15 +71,20 @@ class Plan:
     keep_state: bool
     running: dict[str, Any]
     batch: Batch | None
+    preview: PreviewMap | None
 
     @property
     def state(self) -> Saved | None:
         """The state to go on from; None where the run has to make its own."""
         return None if self.saved is None or self.saved.folder is None else self.saved
 
+    def sheet(self, video: Video) -> dict[str, str]:
+        """Return the name of a video's contact sheet, as "sheet"; nothing where there is to be none."""
+        return {} if self.preview is None else {"sheet": str(video.sheet)}
+
     def describe(self) -> dict[str, Any]:
         """Return the plan as plain values."""
-        outputs = [{"file": str(v.output), "seed": v.seed, **v.texts()} for v in self.videos]
+        outputs = [{"file": str(v.output), **self.sheet(v), "seed": v.seed, **v.texts()} for v in self.videos]
         report = {} if self.report is None else {"report": str(self.report)}
         state = {} if self.state is None else {"state": str(self.state.folder), "completed_steps": self.state.completed}
         batch = {} if self.batch is None else self.batch.describe()
@@ -134,6 +141,7 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
             report.add(["--save-embeds: holds one negative prompt, and the rows have several; leave it out"])
     if embeds is not None:
         report.add(_embeds_problems(embeds, setup, args.prompt))
+    preview = _preview(report, args, setup, videos)
     if batch is not None and not report.problems:
         setup = planned_for_all(report, setup, videos) if videos else setup
         report.add([] if videos or batch.done else batch.describe()["bad"])
@@ -156,6 +164,7 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
         args.keep_state,
         running_arguments(args),
         batch,
+        preview,
     )
 
 
@@ -192,6 +201,19 @@ def _load_embeds(report: Report, path: Path) -> EmbedsFile | None:
     except (OSError, ValueError) as error:
         report.add([f"--embeds: {error}"])
         return None
+
+
+def _preview(report: Report, args: argparse.Namespace, setup: Setup, videos: list[Video]) -> PreviewMap | None:
+    """Return the colours of latents, if asked for; why they, or the contact sheets, are not to be had is reported."""
+    if args.preview is None:
+        return None
+    known = not report.problems  # of a checkpoint that is refused nothing more is read
+    report.add(taken("output", [video.sheet for video in videos if not video.begun], args.overwrite))
+    if not known:
+        return None
+    from kandinsky5_nabla.scripts._preview import find_map  # here: it loads torch
+
+    return report.attempt(find_map, args.preview, setup.checkpoint)
 
 
 def _embeds_problems(embeds: EmbedsFile, setup: Setup, prompts: list[str]) -> Iterator[str]:

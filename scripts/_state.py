@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 SUFFIX = ".k5"
 _SETTINGS, _TEXT, _DENOISING = "settings.json", "text.safetensors", "denoising.safetensors"
-_OURS = re.compile(rf"{re.escape(_SETTINGS)}|{re.escape(_TEXT)}|{re.escape(_DENOISING)}|\.[0-9a-f]{{32}}\.\w+")
+_PREVIEW = "preview.png"
+_OURS = re.compile("|".join([*map(re.escape, (_SETTINGS, _TEXT, _DENOISING, _PREVIEW)), r"\.[0-9a-f]{32}\.\w+"]))
 """Names of the files in it, those included that a killed process was writing."""
 
 
@@ -44,6 +45,11 @@ class StateFolder:
     def text(self) -> Path:
         """The file of the encoded text (`pipeline.embeds_file`)."""
         return self.path / _TEXT
+
+    @property
+    def preview(self) -> Path:
+        """The picture of what the denoising is heading for; nothing reads it."""
+        return self.path / _PREVIEW
 
     def exists(self) -> bool:
         """Return whether a run can go on from it."""

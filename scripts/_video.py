@@ -19,6 +19,7 @@ from kandinsky5_nabla.pipeline.text import TextEmbeddings
 from kandinsky5_nabla.scripts._arguments import Unfinished
 from kandinsky5_nabla.scripts._memory import less_for_denoising
 from kandinsky5_nabla.scripts._outputs import write_json
+from kandinsky5_nabla.scripts._preview import Previews, write_sheet
 from kandinsky5_nabla.scripts._record import Record
 from kandinsky5_nabla.scripts._repeat import go_on_command
 from kandinsky5_nabla.scripts._stages import stage
@@ -111,10 +112,13 @@ def make_video(run: Run, video: Video, before: dict[str, float]) -> dict[str, An
                 comment=record.as_json(),
             )
             write_json(video.record, record.as_dict(), overwrite=overwrite)
+            if plan.preview is not None:
+                write_sheet(frames, video.sheet, overwrite=overwrite)
         if not (plan.keep_state or plan.decode_only):
             folder.remove()
     return {
         "file": str(video.output),
+        **plan.sheet(video),
         **video.texts(),
         "width": settings.width,
         "height": settings.height,
@@ -179,15 +183,17 @@ def _denoised(run: Run, video: Video, folder: StateFolder, spent: dict[str, floa
     texts = run.texts_of(video)
     text = _arguments(texts.prompt(video.prompt))
     text |= {} if texts.negative is None else _arguments(texts.negative[1], "negative_")
-    goes_on = f", from step {done + 1}" if done else ""
-    with stage("denoise", spent, f"denoising in {steps} steps{goes_on}, seed {video.seed}"), _denoising(run):
+    goes_on, colours = f", from step {done + 1}" if done else "", run.plan.preview
+    previews = None if colours is None else Previews(colours, folder.preview, run.settings, latents)
+    drawn = "" if colours is None else f", preview in {folder.preview}"
+    with stage("denoise", spent, f"denoising in {steps} steps{goes_on}, seed {video.seed}{drawn}"), _denoising(run):
         [latents] = run.pipe(
             **text,
             **run.setup.given,
             seed=video.seed,
             latents=latents,
             first_step=done,
-            callback_on_step_end=_Saves(run, folder),
+            callback_on_step_end=_Saves(run, folder, previews),
             output_type="latent",
             return_dict=False,
         )
@@ -197,10 +203,10 @@ def _denoised(run: Run, video: Video, folder: StateFolder, spent: dict[str, floa
 
 
 class _Saves:
-    """The pipeline's callback that saves latents when it is time for it, and ends an interrupted run."""
+    """The pipeline's callback that saves and draws latents when it is time for it, and ends an interrupted run."""
 
-    def __init__(self, run: Run, folder: StateFolder) -> None:
-        self._run, self._folder = run, folder
+    def __init__(self, run: Run, folder: StateFolder, previews: Previews | None) -> None:
+        self._run, self._folder, self._previews = run, folder, previews
         self._saved = self._step_began = time.perf_counter()
 
     def __call__(
@@ -210,6 +216,8 @@ class _Saves:
         if interrupted or self._is_time(step + 1):
             self._folder.save(tensors["latents"], step + 1)
             self._saved = time.perf_counter()
+        if self._previews is not None:
+            self._previews(step, tensors["latents"])
         self._step_began = time.perf_counter()
         pipe._interrupt = interrupted
 

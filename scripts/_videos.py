@@ -44,6 +44,11 @@ class Video:
         return self.output.with_suffix(".json")
 
     @property
+    def sheet(self) -> Path:
+        """Where its contact sheet lies, if there is one."""
+        return self.output.with_suffix(".png")
+
+    @property
     def state(self) -> StateFolder:
         """Where its state lies, beside it."""
         return StateFolder.of(self.output)
@@ -86,4 +91,4 @@ def videos_of(args: argparse.Namespace, codec: Codec, typed: Mapping[str, str | 
 
 
 def _is_taken(output: Path) -> bool:
-    return any(output.with_suffix(suffix).exists() for suffix in (output.suffix, ".json", SUFFIX))
+    return any(output.with_suffix(suffix).exists() for suffix in (output.suffix, ".json", ".png", SUFFIX))

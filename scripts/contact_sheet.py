@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # imported where they are used: --help answers at once
 _MAX_WIDTH = 1600  # pixels of the whole sheet: it fits on a screen
 _GAP = 8  # pixels between frames
 _CAPTION = 16  # pixels below each frame; the default font is 10 high
-_DEFAULT_FRAMES = 12
+DEFAULT_FRAMES, DEFAULT_COLUMNS = 12, 4
 
 
 def contact_sheet(frames: "Mapping[int, np.ndarray]", columns: int) -> "Image.Image":
@@ -50,7 +50,7 @@ def evenly_spaced(count: int, total: int) -> list[int]:
 
 
 def write_contact_sheet(video: Path, output: Path, columns: int, count: int | None, overwrite: bool) -> None:
-    """Write the sheet of `count` frames of a video (None: up to 12) as a PNG.
+    """Write the sheet of `count` frames of a video (None: up to DEFAULT_FRAMES) as a PNG.
 
     Raises ValueError, FileNotFoundError or FileExistsError for what cannot be read or written as asked.
     """
@@ -62,7 +62,7 @@ def write_contact_sheet(video: Path, output: Path, columns: int, count: int | No
     if columns < 1:
         raise ValueError(f"--columns must be at least 1, got {columns}")
     total = probe_video(video).num_frames
-    numbers = evenly_spaced(min(_DEFAULT_FRAMES, total) if count is None else count, total)
+    numbers = evenly_spaced(min(DEFAULT_FRAMES, total) if count is None else count, total)
     with complete_file(output, overwrite=overwrite) as temporary:
         frames, _ = read_video(video, numbers)
         contact_sheet(dict(zip(numbers, frames, strict=True)), columns).save(temporary)
@@ -72,9 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="contact_sheet.py", description=__doc__)
     parser.add_argument("video", type=Path, metavar="VIDEO.mp4")
     parser.add_argument("--output", type=Path, metavar="FILE.png", help="default: the video's name with .png")
-    parser.add_argument("--columns", type=int, default=4, metavar="N", help="frames in a row (default: 4)")
     parser.add_argument(
-        "--frames", type=int, metavar="N", help=f"how many (default: {_DEFAULT_FRAMES}, or all of a shorter video)"
+        "--columns", type=int, default=DEFAULT_COLUMNS, metavar="N", help="in a row (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--frames", type=int, metavar="N", help=f"how many (default: {DEFAULT_FRAMES}, or all of a shorter video)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     return parser

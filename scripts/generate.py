@@ -63,6 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--decode-only", type=Path, metavar="NAME.k5", help="decode its last latents again; NAME.k5 is kept")
     add("--checkpoint-every", type=int, metavar="N", help="steps from save to save (default: a minute of work)")
     add("--keep-state", action="store_true", help="keep NAME.k5 when the video is complete")
+    pictures = "draw NAME.k5/preview.png on the way and the contact sheet NAME.png"
+    add("--preview", nargs="?", const=True, type=Path, metavar="MAP.json", help=pictures)
     group = parser.add_argument_group("running")
     add_running(group)
     add = group.add_argument
@@ -141,9 +143,10 @@ def _line(video: dict[str, Any]) -> str:
     """Return what a person wants to know of a finished video."""
     seconds = ", ".join(f"{stage} {spent:.1f} s" for stage, spent in video["seconds"].items())
     frames = f"{video['num_frames']} frame{'' if video['num_frames'] == 1 else 's'}"
+    sheet = f"; sheet {video['sheet']}" if "sheet" in video else ""
     return (
         f"{video['file']}: {video['width']}x{video['height']}, {frames} at {video['fps']:g} fps, "
-        f"seed {video['seed']}; {seconds}"
+        f"seed {video['seed']}; {seconds}{sheet}"
     )
 
 
