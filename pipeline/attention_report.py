@@ -92,12 +92,24 @@ def recorded_attention(
         _check_choice(map_of, transformer)
     records: list[AttentionRecord] = []
     with ExitStack() as stack:
-        for layer, block in enumerate(transformer.visual_transformer_blocks):
-            assert isinstance(block, VisualBlock)
-            impl = block.self_attention.impl
-            if isinstance(impl, NablaAttentionImpl):
-                stack.enter_context(_watched(impl, _Watch(impl, layer, records, map_of)))
+        for layer, impl in _nabla_layers(transformer):
+            watch = _Watch(impl, layer, records, map_of)
+            stack.enter_context(_watched(impl, select=watch.select, attend=watch.attend))
         yield records
+
+
+@contextmanager
+def watched_density(transformer: Kandinsky5Transformer) -> Iterator[Callable[[], float | None]]:
+    """Yield a function that returns the density since its last call, the mean of all layers and model calls.
+
+    It returns None where NABLA has not run. It alone waits for the device: this is for watching a run step by step,
+    where `recorded_attention` measures it.
+    """
+    blocks = _Blocks()
+    with ExitStack() as stack:
+        for _, impl in _nabla_layers(transformer):
+            stack.enter_context(_watched(impl, attend=blocks.counted(impl.attend)))
+        yield blocks.density
 
 
 def report_of(records: Sequence[AttentionRecord]) -> dict[str, Any]:
@@ -164,8 +176,7 @@ class _Watch:
         assert metadata is not None, "attend comes after select"
         B, S, H, D = query.shape
         N = lists.kept.shape[-1]
-        # What the kernel walks through; a sum over `kept` would convert the whole map to integers first.
-        counts_BHN = lists.counts if lists.edge_counts is None else lists.counts + lists.edge_counts
+        counts_BHN = _row_counts(lists)
         row_min, row_max = (int(count) for count in counts_BHN.aminmax())
         return AttentionRecord(
             step=metadata.current_timestep,
@@ -190,16 +201,56 @@ class _Watch:
         return lists.kept[0, chosen.head].to("cpu", copy=True)  # the lists are overwritten by the next layer
 
 
+class _Blocks:
+    """Counts the blocks that are kept; the sum stays on the device until it is asked for."""
+
+    def __init__(self) -> None:
+        self._kept: torch.Tensor | int = 0
+        self._all = 0
+
+    def counted(self, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return the method with the blocks counted that it attends to."""
+
+        def counting(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lists: BlockLists, real_S: torch.Tensor | None
+        ) -> torch.Tensor:
+            self._kept = self._kept + _row_counts(lists).sum()
+            self._all += lists.kept.numel()
+            return attend(query, key, value, lists, real_S)
+
+        return counting
+
+    def density(self) -> float | None:
+        """Return the share of the blocks that were kept since the last call; None where there were none."""
+        kept, every, self._kept, self._all = int(self._kept), self._all, 0, 0
+        return kept / every if every else None
+
+
+def _nabla_layers(transformer: Kandinsky5Transformer) -> Iterator[tuple[int, NablaAttentionImpl]]:
+    """Yield the number and the implementation of each layer whose attention is NABLA's."""
+    for layer, block in enumerate(transformer.visual_transformer_blocks):
+        assert isinstance(block, VisualBlock)
+        if isinstance(impl := block.self_attention.impl, NablaAttentionImpl):
+            yield layer, impl
+
+
+def _row_counts(lists: BlockLists) -> torch.Tensor:
+    """Return the number of kept blocks in each row, int `[B, H, N]`.
+
+    They are what the kernel walks through; a sum over `kept` would convert the whole map to integers first.
+    """
+    return lists.counts if lists.edge_counts is None else lists.counts + lists.edge_counts
+
+
 @contextmanager
-def _watched(impl: NablaAttentionImpl, watch: _Watch) -> Iterator[None]:
-    """Put the watch in front of the implementation's methods, and take it away again whatever happens."""
-    names = ("select", "attend")
-    before = {name: vars(impl)[name] for name in names if name in vars(impl)}  # another recording around this one
-    vars(impl).update({name: getattr(watch, name) for name in names})
+def _watched(impl: NablaAttentionImpl, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Put other methods in front of the implementation's, and take them away again whatever happens."""
+    before = {name: vars(impl)[name] for name in methods if name in vars(impl)}  # another watch around this one
+    vars(impl).update(methods)
     try:
         yield
     finally:
-        for name in names:
+        for name in methods:
             del vars(impl)[name]
         vars(impl).update(before)
 

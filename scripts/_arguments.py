@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import logging
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from kandinsky5_nabla.pipeline.codecs import CODECS
+from kandinsky5_nabla.scripts._log import is_shown, say
 
 DTYPES = ("float32", "bfloat16", "float16")
 OFFLOADS = ("auto", "none", "model", "group", "sequential")
@@ -35,7 +36,10 @@ class Unfinished(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises where argparse's prints its usage and exits."""
+    """A parser that raises where argparse's prints its usage and exits; each option has a line of its own."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs, formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36))
 
     def error(self, message: str) -> NoReturn:
         """Raise `BadUsage`."""
@@ -55,8 +59,13 @@ def add_size(group: argparse._ArgumentGroup) -> None:
 def add_file(group: argparse._ArgumentGroup) -> None:
     """Add how a video is written."""
     add = group.add_argument
-    add("--codec", choices=tuple(CODECS), help="default: h264, or what the output's suffix says")
-    add("--crf", type=int, metavar="N", help="quality of h264 and h265, from 0 (best) to 51 (default: 18, 20)")
+    add(
+        "--codec",
+        choices=tuple(CODECS),
+        metavar="NAME",
+        help="h264 (default), h265, gif (default for FILE.gif) or frames (PNGs)",
+    )
+    add("--crf", type=int, metavar="N", help="quality from 0, the best, to 51 (default: 18, with h265 20)")
 
 
 def add_model(parser: argparse.ArgumentParser, default: str) -> None:
@@ -80,19 +89,39 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--guidance-scale", type=float, metavar="W", help="1 is no guidance, and half the work")
     add("--shift", type=float, metavar="S", help="shift of the schedule")
     add("--nabla-p", type=float, metavar="P", help="share of attention that NABLA keeps, more than 0, at most 1")
-    add("--attention", metavar="NAME", help="NABLA_ATTN, NABLA_REFERENCE or SDPA (default: the checkpoint's)")
+    add("--attention", metavar="NAME", help="NABLA_ATTN, NABLA_REFERENCE or SDPA (default: checkpoint's)")
 
 
 def add_running(group: argparse._ArgumentGroup) -> None:
     """Add where and how it runs."""
     add = group.add_argument
     add("--device", metavar="cpu|cuda[:N]", help="default: cuda; the demo runs on a CPU where there is no cuda")
-    add("--dtype", choices=DTYPES, help="of transformer and text encoders (default: bfloat16, on a CPU float32)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        metavar="NAME",
+        help="float32 (default on a CPU), bfloat16 (default elsewhere), float16",
+    )
     add("--dit-dtype", metavar="fp8", help="store the transformer's weights so")
     add("--text-encoder-dtype", metavar="int8|nf4", help="store Qwen's weights so; needs bitsandbytes")
-    add("--offload", choices=OFFLOADS, default="auto", help="keep what does not run in CPU memory (default: auto)")
-    add("--vae-tile", metavar="NAME", help="decode in tiles such as 192x16: less memory, slightly other pixels")
+    add(
+        "--offload",
+        choices=OFFLOADS,
+        default="auto",
+        metavar="NAME",
+        help="to CPU memory: auto (default), none, model, group, sequential",
+    )
+    add("--vae-tile", metavar="NAME", help="decode in tiles such as 192x16: less memory, other pixels")
+
+
+def add_speaking(group: argparse._ArgumentGroup) -> None:
+    """Add what is said of the run, and where."""
+    add = group.add_argument
     add("--debug", action="store_true", help="show the traceback of an error")
+    add("--log", type=Path, metavar="FILE.jsonl", help="append all that is said, and each step, as JSON lines")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--quiet", action="store_true", help="show only warnings, errors and the result")
+    add("--verbose", action="store_true", help="show more: each step, seconds, versions, libraries' warnings")
 
 
 def fail(
@@ -109,16 +138,17 @@ def fail(
         videos = {"videos": list(done)} if done else {}
         print(json.dumps({"error": {"exit_code": code, "problems": problems, **go_on}, **videos}))
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        say("error", problem, logging.ERROR, exit_code=code)
     if command is not None:
-        print(f"go on with: {command}", file=sys.stderr)
+        say("go_on", f"go on with: {command}", logging.ERROR, command=command)
     return code
 
 
 def fail_running(error: Exception, debug: bool, as_json: bool = False, done: Sequence[dict[str, Any]] = ()) -> int:
     """Report what failed while running, with `debug` its traceback first; return 1, or the code of `Unfinished`."""
     code, command = (error.code, error.command) if isinstance(error, Unfinished) else (1, None)
-    if debug:
-        traceback.print_exception(error)
-    hint = "" if debug or code == 130 else " (--debug shows the traceback)"
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    say("traceback", trace, logging.ERROR if debug else logging.DEBUG)
+    shown = debug or is_shown(logging.DEBUG)
+    hint = "" if shown or code == 130 else " (--debug shows the traceback)"
     return fail(code, [f"{error}{hint}"], as_json, done, command)

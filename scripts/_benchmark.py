@@ -66,8 +66,8 @@ def in_fresh_process(script: str, arguments: Sequence[str]) -> float:
 
 def hardware(device: str) -> str:
     """Return the name of what was measured on."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]

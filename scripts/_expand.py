@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kandinsky5_nabla.pipeline.checks import Report
 from kandinsky5_nabla.pipeline.single_file import part_folder
+from kandinsky5_nabla.scripts._log import say
 from kandinsky5_nabla.scripts._stages import stage
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def expand_videos(pipe: Kandinsky5NablaPipeline, plan: Plan, spent: dict[str, fl
         written = dict(zip(typed, expand_prompts(pipe, typed), strict=True))
     expanded = {short: text for short, text in written.items() if text != short}
     for short, text in expanded.items():
-        print(f'"{" ".join(short.split())}" is expanded to: {text}', file=sys.stderr)
+        say("expanded", f'"{" ".join(short.split())}" is expanded to: {text}', short_prompt=short, prompt=text)
     videos = [
         dataclasses.replace(video, prompt=expanded[video.prompt], short_prompt=video.prompt)
         if video.prompt in expanded

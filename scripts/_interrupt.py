@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import signal
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
+
+from kandinsky5_nabla.scripts._log import say
 
 
 class Interrupts:
@@ -38,8 +40,7 @@ class Interrupts:
         if self.requested or not self._waiting:
             raise KeyboardInterrupt
         self.requested = True
-        with suppress(RuntimeError):  # it came while stderr was written to
-            print("stopping after this step (once more: at once) ...", file=sys.stderr, flush=True)
+        say("interrupt", "stopping after this step (once more: at once) ...", logging.WARNING)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from kandinsky5_nabla.pipeline.checks import MAX_COUNT, Report, prompt_list
 from kandinsky5_nabla.pipeline.codecs import Codec
 from kandinsky5_nabla.scripts._batch import Batch, plan_batch, planned_for_all
 from kandinsky5_nabla.scripts._expand import check_expansion
+from kandinsky5_nabla.scripts._log import log_problems
 from kandinsky5_nabla.scripts._outputs import (
     folder_problems,
     named_file_problems,
@@ -139,6 +140,7 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
         report.add(["--save-embeds: the prompts come from --embeds already; leave one out"] if args.embeds else [])
         if len({video.negative_prompt for video in videos}) > 1:
             report.add(["--save-embeds: holds one negative prompt, and the rows have several; leave it out"])
+    report.add(log_problems(args.log))
     if embeds is not None:
         report.add(_embeds_problems(embeds, setup, args.prompt))
     preview = _preview(report, args, setup, videos)

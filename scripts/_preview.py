@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from kandinsky5_nabla.pipeline.export import to_uint8
 from kandinsky5_nabla.pipeline.files import complete_file
 from kandinsky5_nabla.pipeline.preview import PreviewMap, clean_estimate, preview_frames, shipped_maps, vae_fingerprint
 from kandinsky5_nabla.pipeline.schedule import make_sigmas
+from kandinsky5_nabla.scripts._log import say
 from kandinsky5_nabla.scripts.contact_sheet import DEFAULT_COLUMNS, DEFAULT_FRAMES, contact_sheet, evenly_spaced
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ class Previews:
             self._draw(preview_frames(clean_BTHWC[0], self._map))
         except OSError as error:
             self._failed = True
-            message = f"warning: the preview {self._path} cannot be written ({error}); the run goes on without it"
-            print(message, file=sys.stderr)
+            message = f"the preview {self._path} cannot be written ({error}); the run goes on without it"
+            say("warning", message, logging.WARNING)
 
     def _draw(self, frames_THW3: np.ndarray) -> None:
         """Write a sheet of latent frames at the video's size, each with the number of the last frame that it is of."""

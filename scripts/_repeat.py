@@ -18,7 +18,20 @@ from kandinsky5_nabla.scripts._setup import BadInput, Setup
 from kandinsky5_nabla.scripts._state import SUFFIX, StateFolder
 
 SOURCES = {"resume": "--resume", "decode_only": "--decode-only", "repeat": "--from"}
-RUNNING = ("cache_dir", "offline", "offload", "checkpoint_every", "keep_state", "preview", "overwrite", "json", "debug")
+RUNNING = (
+    "cache_dir",
+    "offline",
+    "offload",
+    "checkpoint_every",
+    "keep_state",
+    "preview",
+    "overwrite",
+    "json",
+    "debug",
+    "log",
+    "quiet",
+    "verbose",
+)
 """Arguments that change no number: a resumed run may have others, and the command that goes on repeats them."""
 REPLACED = {
     "config": ("model", "revision"),

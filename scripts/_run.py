@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -24,10 +23,11 @@ from kandinsky5_nabla.pipeline.safety import check_part, check_part_weights
 from kandinsky5_nabla.scripts._arguments import Unfinished
 from kandinsky5_nabla.scripts._batch import Failure, Rows
 from kandinsky5_nabla.scripts._expand import expand_videos
+from kandinsky5_nabla.scripts._log import say
 from kandinsky5_nabla.scripts._memory import plan_memory
 from kandinsky5_nabla.scripts._outputs import write_json
 from kandinsky5_nabla.scripts._setup import NOTHING_TO_REPORT
-from kandinsky5_nabla.scripts._stages import speak_plainly, stage
+from kandinsky5_nabla.scripts._stages import say_what_runs, speak_plainly, stage
 from kandinsky5_nabla.scripts._texts import Texts
 from kandinsky5_nabla.scripts._video import Run, make_video
 
@@ -54,11 +54,12 @@ def run(
         Unfinished: if a video is not completed that is of no such row, or nothing more can be written.
     """
     speak_plainly()
+    say_what_runs(plan.setup.device, plan.describe())
     rows = None if plan.batch is None else Rows(plan.batch, on_failure)
     described = plan.describe() if not plan.videos else _make_all(plan, on_video, rows, interrupts)
     if rows is None:
         return described
-    print(rows.summary(), file=sys.stderr)
+    say("done", rows.summary())
     failed = [{"line": failure.line, "problems": failure.problems} for failure in rows.failed]
     return {**described, "failed": failed}
 
@@ -148,7 +149,7 @@ def load(setup: Setup) -> tuple[Kandinsky5NablaPipeline, Setup]:
     setup = dataclasses.replace(setup, checkpoint=checkpoint)
     setup = dataclasses.replace(setup, memory=plan_memory(setup))
     assert setup.memory is not None, "the checkpoint is here"
-    print(setup.memory.line(), file=sys.stderr)
+    say("memory", setup.memory.line(), needed_GB=round(setup.memory.needed / 1e9, 3))
     pipe = _folder(setup) if checkpoint.file is None else _single_file(setup, checkpoint.file)
     if setup.attention is not None:
         pipe.transformer.set_attention_backend(setup.attention)
@@ -156,7 +157,6 @@ def load(setup: Setup) -> tuple[Kandinsky5NablaPipeline, Setup]:
     if setup.dit_dtype != setup.dtype:
         cast_transformer(pipe.transformer, setup.dit_dtype, getattr(torch, setup.dtype))
     place(pipe, setup.memory, setup.device)
-    pipe.set_progress_bar_config(desc="denoise", disable=None, dynamic_ncols=True)  # None: no bar where no terminal
     return pipe, setup
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +17,11 @@ from kandinsky5_nabla.pipeline.embeds_file import EncodedTexts
 from kandinsky5_nabla.pipeline.offload import release
 from kandinsky5_nabla.pipeline.text import TextEmbeddings
 from kandinsky5_nabla.scripts._arguments import Unfinished
+from kandinsky5_nabla.scripts._log import say
 from kandinsky5_nabla.scripts._memory import less_for_denoising
 from kandinsky5_nabla.scripts._outputs import write_json
 from kandinsky5_nabla.scripts._preview import Previews, write_sheet
+from kandinsky5_nabla.scripts._progress import StepEnd, denoising_progress
 from kandinsky5_nabla.scripts._record import Record
 from kandinsky5_nabla.scripts._repeat import go_on_command
 from kandinsky5_nabla.scripts._stages import stage
@@ -186,14 +188,16 @@ def _denoised(run: Run, video: Video, folder: StateFolder, spent: dict[str, floa
     goes_on, colours = f", from step {done + 1}" if done else "", run.plan.preview
     previews = None if colours is None else Previews(colours, folder.preview, run.settings, latents)
     drawn = "" if colours is None else f", preview in {folder.preview}"
-    with stage("denoise", spent, f"denoising in {steps} steps{goes_on}, seed {video.seed}{drawn}"), _denoising(run):
+    progress = denoising_progress(run.pipe, run.setup.device, steps, done, file=str(video.output))
+    title = f"denoising in {steps} steps{goes_on}, seed {video.seed}{drawn}"
+    with stage("denoise", spent, title), _denoising(run), progress as tell:
         [latents] = run.pipe(
             **text,
             **run.setup.given,
             seed=video.seed,
             latents=latents,
             first_step=done,
-            callback_on_step_end=_Saves(run, folder, previews),
+            callback_on_step_end=_Saves(run, folder, previews, tell),
             output_type="latent",
             return_dict=False,
         )
@@ -203,10 +207,10 @@ def _denoised(run: Run, video: Video, folder: StateFolder, spent: dict[str, floa
 
 
 class _Saves:
-    """The pipeline's callback that saves and draws latents when it is time for it, and ends an interrupted run."""
+    """The pipeline's callback that saves, draws and tells of a step, and ends an interrupted run."""
 
-    def __init__(self, run: Run, folder: StateFolder, previews: Previews | None) -> None:
-        self._run, self._folder, self._previews = run, folder, previews
+    def __init__(self, run: Run, folder: StateFolder, previews: Previews | None, tell: StepEnd) -> None:
+        self._run, self._folder, self._previews, self._tell = run, folder, previews, tell
         self._saved = self._step_began = time.perf_counter()
 
     def __call__(
@@ -219,6 +223,7 @@ class _Saves:
         if self._previews is not None:
             self._previews(step, tensors["latents"])
         self._step_began = time.perf_counter()
+        self._tell(pipe, step, timestep, tensors)
         pipe._interrupt = interrupted
 
     def _is_time(self, completed: int) -> bool:
@@ -262,7 +267,7 @@ def _decode(
             if smaller is None or not _is_out_of_memory(error):
                 raise
             reason = " ".join(str(error).split())
-            print(f"warning: memory ran out ({reason}): decoding again with {smaller.name}", file=sys.stderr)
+            say("warning", f"memory ran out ({reason}): decoding again with {smaller.name}", logging.WARNING)
         release(run.pipe)  # out of the except block, whose error holds what was decoded so far
         try:
             return run.pipe.decode(latents, "np", smaller)[0], smaller.name

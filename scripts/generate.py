@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,10 +21,12 @@ from kandinsky5_nabla.scripts._arguments import (
     add_running,
     add_sampling,
     add_size,
+    add_speaking,
     fail,
     fail_running,
 )
 from kandinsky5_nabla.scripts._interrupt import Interrupts, caught_interrupts
+from kandinsky5_nabla.scripts._log import say, speaking
 
 if TYPE_CHECKING:
     from kandinsky5_nabla.scripts._batch import Failure
@@ -33,43 +36,42 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = Parser(
         description="Make a video of a prompt with Kandinsky 5 and NABLA attention.",
+        usage="%(prog)s --prompt TEXT [options]",
         epilog='Try it without a download: %(prog)s --config demo --prompt "a red square moving left"',
         allow_abbrev=False,
     )
     group = parser.add_argument_group("what to make")
     add = group.add_argument
     add("--prompt", action="append", metavar="TEXT", help="what the video shows; repeat it for several videos")
-    add(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help=".txt, .csv or .jsonl: a video for each row, in the folder --output",
-    )
-    add_size(group)
-    add("--num-videos", type=int, default=1, metavar="N", help="videos per prompt, of seeds SEED, SEED + 1, ...")
-    add("--seed", type=int, metavar="N", help="of the noise (default: drawn, printed and recorded)")
-    add("--output", type=Path, metavar="FILE", help="default: a name made of prompt and seed, in this folder")
+    add("--prompts", type=Path, metavar="FILE", help="a .txt, .csv or .jsonl: a video a row, in --output")
     add("--expand-prompt", action="store_true", help="let the loaded Qwen rewrite short prompts in detail first")
-    add("--save-embeds", type=Path, metavar="FILE", help="write the encoded prompts to a .safetensors file, too")
-    add("--embeds", type=Path, metavar="FILE", help="such a file in place of the text encoders; all of it, or --prompt")
-    add("--from", type=Path, dest="repeat", metavar="FILE", help="repeat the run of an MP4 or NAME.json; others win")
-    add("--report", type=Path, metavar="FILE.json", help="write what NABLA kept, in each layer and step of each video")
+    add_size(group)
+    add("--num-videos", type=int, default=1, metavar="N", help="videos a prompt, of the seeds SEED, SEED + 1, ...")
+    add("--seed", type=int, metavar="N", help="of the noise (default: drawn, printed and recorded)")
+    group = parser.add_argument_group("files")
+    add = group.add_argument
+    add("--output", type=Path, metavar="FILE", help="default: a free name made of prompt and seed, here")
     add("--overwrite", action="store_true", help="replace existing files")
     add_file(group)
+    pictures = "draw NAME.k5/preview.png on the way, a contact sheet NAME.png"
+    add("--preview", nargs="?", const=True, type=Path, metavar="MAP.json", help=pictures)
+    add("--from", type=Path, dest="repeat", metavar="FILE", help="repeat a video's run, from it or its NAME.json")
+    add("--report", type=Path, metavar="FILE.json", help="what NABLA kept, in each layer and step")
+    add("--save-embeds", type=Path, metavar="FILE", help="write the encoded prompts to a .safetensors, too")
+    add("--embeds", type=Path, metavar="FILE", help="such a file, in place of the text encoders")
     add_model(parser, "lite-t2v-10s-sft")
     add_sampling(parser)
-    add = parser.add_argument_group("state (NAME.k5 beside NAME.mp4, until that is complete)").add_argument
+    add = parser.add_argument_group("state: NAME.k5 beside NAME.mp4, until that is complete").add_argument
     add("--resume", type=Path, metavar="NAME.k5", help="go on with a run that did not finish")
     add("--decode-only", type=Path, metavar="NAME.k5", help="decode its last latents again; NAME.k5 is kept")
     add("--checkpoint-every", type=int, metavar="N", help="steps from save to save (default: a minute of work)")
     add("--keep-state", action="store_true", help="keep NAME.k5 when the video is complete")
-    pictures = "draw NAME.k5/preview.png on the way and the contact sheet NAME.png"
-    add("--preview", nargs="?", const=True, type=Path, metavar="MAP.json", help=pictures)
-    group = parser.add_argument_group("running")
-    add_running(group)
+    add_running(parser.add_argument_group("where and how it runs"))
+    group = parser.add_argument_group("what it says")
     add = group.add_argument
     add("--dry-run", action="store_true", help="check everything, print what would run, read no weights")
     add("--json", action="store_true", help="print one JSON object on stdout, and nothing else there")
+    add_speaking(group)
     add("--list", action="store_true", help="print the presets")
     add("--version", action="store_true", help="print the versions of this package and of torch")
     return parser
@@ -101,6 +103,11 @@ def _main(argv: list[str], parser: argparse.ArgumentParser, interrupts: Interrup
         presets = [load_preset(name) for name in preset_names()]
         print(json.dumps({each.name: asdict(each) for each in presets}) if args.json else table(presets))
         return 0
+    with speaking(args.quiet, args.verbose, None if args.dry_run else args.log):
+        return _make(args, argv, parser, interrupts)
+
+
+def _make(args: argparse.Namespace, argv: list[str], parser: argparse.ArgumentParser, interrupts: Interrupts) -> int:
     from kandinsky5_nabla.scripts._plan import make_plan  # here: --help answers at once
     from kandinsky5_nabla.scripts._repeat import complete
     from kandinsky5_nabla.scripts._setup import BadInput
@@ -109,7 +116,7 @@ def _main(argv: list[str], parser: argparse.ArgumentParser, interrupts: Interrup
     try:
         plan = make_plan(*complete(args, parser), argv)
         for caution in plan.cautions():
-            print(f"warning: {caution}", file=sys.stderr)
+            say("warning", caution, logging.WARNING)
         if args.dry_run:
             result: dict[str, Any] = {"dry_run": True, **plan.describe()}
         else:
@@ -117,12 +124,13 @@ def _main(argv: list[str], parser: argparse.ArgumentParser, interrupts: Interrup
 
             def on_video(video: dict[str, Any]) -> None:
                 done.append(video)
+                say("video", f"{video['file']} is complete", logging.DEBUG, video=video)
                 if not args.json:
                     print(_line(video), flush=True)
 
             def on_failure(failure: Failure) -> None:
                 for sentence in failure.sentences(args.prompts):
-                    print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
+                    say("error", " ".join(sentence.split()), logging.ERROR, line=failure.line)
 
             result = run(plan, on_video, on_failure, interrupts)
     except BadInput as error:
@@ -131,12 +139,14 @@ def _main(argv: list[str], parser: argparse.ArgumentParser, interrupts: Interrup
         return fail_running(error, args.debug, args.json, done)
     except KeyboardInterrupt:
         return fail(130, ["interrupted"], args.json, done)
+    code = 1 if result.get("failed") or result.get("bad") else 0
+    say("done", "done", logging.DEBUG, exit_code=code)
     if args.json:
         print(json.dumps(result))
     elif args.dry_run:
         for name, value in result.items():
             print("\n".join(value) if name == "memory" else f"{name}: {value}")
-    return 1 if result.get("failed") or result.get("bad") else 0
+    return code
 
 
 def _line(video: dict[str, Any]) -> str:

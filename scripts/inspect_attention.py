@@ -7,6 +7,7 @@ Exit codes: 0 done; 2 bad input; 1 something failed while running; 130 interrupt
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from kandinsky5_nabla.scripts._arguments import (
     add_running,
     add_sampling,
     add_size,
+    add_speaking,
     fail,
     fail_running,
 )
+from kandinsky5_nabla.scripts._log import log_problems, say, speaking
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -68,7 +71,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="of the noise (default: %(default)s)")
     add_model(parser, DEFAULT_PRESET)
     add_sampling(parser)
-    add_running(parser.add_argument_group("running"))
+    group = parser.add_argument_group("running")
+    add_running(group)
+    add_speaking(group)
     add = parser.add_argument_group("what to show").add_argument
     add("--output", type=Path, metavar="FILE.png", help=f"the picture (default: {DEFAULT_OUTPUT})")
     add("--report", type=Path, metavar="FILE.json", help="write all numbers, of each layer and step")
@@ -91,6 +96,11 @@ def main(argv: list[str] | None = None) -> int:
         args = build_parser().parse_args(argv)
     except BadUsage as error:
         return fail(2, [str(error)])
+    with speaking(args.quiet, args.verbose, args.log):
+        return _main(args)
+
+
+def _main(args: argparse.Namespace) -> int:
     from kandinsky5_nabla.scripts._setup import BadInput  # here: --help answers at once
 
     try:
@@ -101,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         return fail_running(error, args.debug)
     except KeyboardInterrupt:
         return fail(130, ["interrupted"])
+    say("done", "done", logging.DEBUG, exit_code=0)
     return 0
 
 
@@ -127,6 +138,7 @@ def make_inspection(args: argparse.Namespace) -> Inspection:
         report.add(named_file_problems("output", output, "attention.png", args.overwrite))
     if args.report is not None:
         report.add(named_file_problems("report", args.report, "report.json", args.overwrite))
+    report.add(log_problems(args.log))
     if report.problems:
         raise BadInput(report.problems)
     return Inspection(setup, args.prompt, args.seed, args.map, output, args.report, args.overwrite)
@@ -164,11 +176,13 @@ def run(inspection: Inspection) -> None:
     from kandinsky5_nabla.pipeline.attention_report import MapChoice, recorded_attention, report_of
     from kandinsky5_nabla.pipeline.files import complete_file
     from kandinsky5_nabla.scripts._outputs import write_json
-    from kandinsky5_nabla.scripts._run import load, speak_plainly, stage
+    from kandinsky5_nabla.scripts._progress import denoising_progress
+    from kandinsky5_nabla.scripts._run import load, say_what_runs, speak_plainly, stage
     from kandinsky5_nabla.scripts._setup import BadInput
 
     speak_plainly()
     setup, spent = inspection.setup, {}
+    say_what_runs(setup.device, setup.describe())
     with stage("load", spent, f"loading {setup.model}"):
         pipe, setup = load(setup)
     settings, config = pipe.resolve_settings(**setup.given), pipe.transformer.config
@@ -179,8 +193,10 @@ def run(inspection: Inspection) -> None:
     chosen = MapChoice(*(inspection.map_of or (steps - 1, config["num_visual_blocks"] // 2, 0)))
     with stage("denoise", spent, f"denoising in {steps} steps, seed {inspection.seed}"):
         negative = {} if setup.negative_prompt is None else {"negative_prompt": setup.negative_prompt}
-        with recorded_attention(pipe.transformer, chosen) as records:
-            pipe(inspection.prompt, **negative, **setup.given, seed=inspection.seed, output_type="latent")
+        progress = denoising_progress(pipe, setup.device, steps)
+        with recorded_attention(pipe.transformer, chosen) as records, progress as tell:
+            request = {**negative, **setup.given, "seed": inspection.seed, "output_type": "latent"}
+            pipe(inspection.prompt, **request, callback_on_step_end=tell)
     report = report_of(records)
     print(table(report))
     described = {**setup.describe(settings), "attention": pipe.transformer.attention_backend.get_name()}

@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -106,15 +105,14 @@ def fresh_pipe() -> Kandinsky5NablaPipeline:
 def as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty working folder and one thread, and afterwards no trace of a run that took this process for its own.
 
-    A run sets how warnings and logs are shown; here this is undone.
+    A run sets how libraries show warnings and logs; here this is undone.
     """
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    monkeypatch.setattr(logging.getLogger("kandinsky5_nabla"), "handlers", [])
-    monkeypatch.setattr(logging.getLogger("kandinsky5_nabla.attention"), "level", logging.NOTSET)
+    for name in ("kandinsky5_nabla", "diffusers", "transformers"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
     monkeypatch.setattr(logging.getLogger("bitsandbytes.autograd._functions"), "level", logging.NOTSET)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model is not faster on more, and much slower where others use them

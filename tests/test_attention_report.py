@@ -12,7 +12,13 @@ from kandinsky5_nabla.attention import NablaAttentionMetadataBuilder, nabla_mask
 from kandinsky5_nabla.attention.order import real_tokens, tile_grid
 from kandinsky5_nabla.attention.reference import kept_by_sorting, masked_attention
 from kandinsky5_nabla.models.transformer import Kandinsky5Transformer
-from kandinsky5_nabla.pipeline.attention_report import AttentionRecord, MapChoice, recorded_attention, report_of
+from kandinsky5_nabla.pipeline.attention_report import (
+    AttentionRecord,
+    MapChoice,
+    recorded_attention,
+    report_of,
+    watched_density,
+)
 from kandinsky5_nabla.scripts.make_demo_checkpoint import TRANSFORMER_CONFIG
 
 LAYERS, B, H, D = 2, 2, 4, 32
@@ -152,6 +158,34 @@ def test_a_recording_inside_another_one_leaves_that_one_running(transformer):
         impl.forward(*qkv_of(1), metadata_of())
     assert (len(outer), len(inner)) == (2, 1)
     assert outer[0].density == inner[0].density != outer[1].density
+
+
+@pytest.mark.parametrize("backend", ["NABLA_REFERENCE", "NABLA_ATTN"])
+@pytest.mark.parametrize("shape", [WHOLE, PADDED])
+def test_the_watched_density_is_the_mean_of_what_was_recorded_since_it_was_asked_for(transformer, shape, backend):
+    transformer.set_attention_backend(backend)
+    before = [dict(vars(impl)) for impl in impls(transformer)]
+    with recorded_attention(transformer) as records, watched_density(transformer) as density:
+        assert density() is None
+        for step in range(2):
+            for seed, impl in enumerate(impls(transformer)):
+                impl.forward(*qkv_of(seed + 2 * step), metadata_of(shape, step=step))
+            [first, second] = [record.density for record in records if record.step == step]
+            assert density() == pytest.approx((first + second) / 2, abs=1e-12)
+            assert first != second
+        assert density() is None
+    assert [dict(vars(impl)) for impl in impls(transformer)] == before
+
+
+def test_a_run_whose_density_is_watched_gives_the_same_latents_and_dense_attention_has_none(pipe):
+    expected = pipe("a circle", **SIZE).frames
+    with watched_density(pipe.transformer) as density:
+        assert torch.equal(pipe("a circle", **SIZE).frames, expected)
+        assert 0 < density() < 1
+    pipe.transformer.set_attention_backend("SDPA")
+    with watched_density(pipe.transformer) as density:
+        pipe("a circle", **SIZE)
+        assert density() is None
 
 
 def test_nothing_is_recorded_of_dense_attention_and_an_empty_report_is_an_error(pipe):

@@ -69,9 +69,11 @@ def test_a_run_writes_the_picture_and_the_report_and_names_them(first_run):
         "report.json",
     ]
     assert done.stdout.splitlines()[-2:] == ["outputs/attention.png", "report.json"]
-    loading, memory, denoising = done.stderr.splitlines()
+    loading, memory, denoising, first, last = done.stderr.splitlines()
     assert (loading, denoising) == (f"loading {DEMO} ...", "denoising in 2 steps, seed 0 ...")
     assert memory.startswith("memory: offload none, ")
+    assert first.startswith("step 1 of 2: ")
+    assert last.startswith("step 2 of 2: ")
 
 
 def without_seconds(lines):

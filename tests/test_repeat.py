@@ -240,6 +240,7 @@ def test_arguments_that_contradict_a_state_are_refused_by_name(here, problems):
 def test_what_repeats_a_state_or_changes_no_number_may_stand_beside_it(here, make, tmp_path):
     unfinished(here)
     free = ["--offload", "none", "--checkpoint-every", "2", "--keep-state", "--report", "report.json", "--debug"]
+    free += ["--quiet", "--log", "run.jsonl"]
     make("--resume", "cat.mp4", "--seed", "5", "--steps", "2", "--output", "cat.mp4", "--device", "cpu", *free)
     assert json.loads((tmp_path / "report.json").read_text())[0]["report"]["totals"]["steps"] == 1
     make(*CAT, "--output", "whole.mp4")
