@@ -220,7 +220,7 @@ def _read_preset(path: Path) -> Preset:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
         data = None if node is None else loader.construct_document(node)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # no UTF-8, no date, too deep
         raise ValueError(f"the preset {path} cannot be read: {error}") from error
     try:
         if isinstance(node, yaml.MappingNode):

@@ -161,7 +161,7 @@ class Settings:
 
 def nearest_multiples(value: float, step: int, low: int, high: int) -> list[int]:
     """Return the one or two multiples of `step` within `low` .. `high` that are nearest to `value`."""
-    below = math.floor(value / step) * step
+    below = int(value // step) * step  # exact for whole numbers of any length
     candidates = {min(max(candidate, low), high // step * step) for candidate in (below, below + step)}
     return sorted(candidates)
 

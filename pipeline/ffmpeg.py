@@ -1,10 +1,14 @@
 """ffmpeg, which imageio-ffmpeg brings: a process whose pipe is fed or read, and whose failure is an error."""
 
+import errno
 import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+
+_DISK_FULL = 256 - errno.ENOSPC
+"""ffmpeg's status is the last byte of a negative errno; its last line may be about what followed from that."""
 
 
 class FfmpegError(RuntimeError):
@@ -61,7 +65,8 @@ def run_ffmpeg(
             log.seek(0)
             lines = log.read().decode(errors="replace").split("\n")
             last = next((line for line in reversed(lines) if line.strip()), "no message")
-            raise FfmpegError(f"ffmpeg ended with status {process.returncode}: {last.strip()}")
+            full = f" ({os.strerror(errno.ENOSPC)})" if process.returncode == _DISK_FULL else ""
+            raise FfmpegError(f"ffmpeg ended with status {process.returncode}{full}: {last.strip()}")
 
 
 def _close_pipes(process: subprocess.Popen[bytes]) -> None:

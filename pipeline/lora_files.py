@@ -36,6 +36,7 @@ PREFIXES = ("base_model.model.", "diffusion_model.", "transformer.")
 
 _KEY = re.compile(r"(?P<module>.+?)\.(?:lora[_.](?P<part>A|B|down|up)(?:\.[^.]+)?\.weight|alpha)")  # .default: peft
 _PARTS = {"A": "A", "down": "A", "B": "B", "up": "B", None: "alpha"}
+_MODULE = r"(.*\.)?({})"  # what one of peft's patterns must match
 _INSIDE_AN_ADAPTER = re.compile(r"\.(base_layer|lora_[AB])\b")
 
 
@@ -310,22 +311,33 @@ def _config(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return what peft calls the config: in the file's metadata as diffusers writes it, or in a file beside it."""
     written = {"its metadata": metadata["lora_adapter_metadata"]} if metadata.get("lora_adapter_metadata") else {}
     beside = [file.parent / name for name in CONFIG_NAMES if (file.parent / name).is_file()]
-    texts = written or {path.name: path.read_text(encoding="utf-8") for path in beside[:1]}
+    texts = written or {path.name: path for path in beside[:1]}
     for where, text in texts.items():
         try:
-            config = json.loads(text)
-        except ValueError as error:
+            config = json.loads(text.read_text(encoding="utf-8") if isinstance(text, Path) else text)
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{file}: {where} cannot be read: {error}") from error
         if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
             raise ValueError(f"{file}: {where} does not describe a plain LoRA")
-        return {key.removeprefix("transformer."): value for key, value in config.items()}
+        config = {key.removeprefix("transformer."): value for key, value in config.items()}
+        for name in ("rank_pattern", "alpha_pattern"):
+            if not _are_patterns(config.get(name) or {}):
+                raise ValueError(f"{file}: {where} has the {name} {config[name]!r}; it must map patterns to numbers")
+        return config
     return {}
+
+
+def _are_patterns(value: Any) -> bool:
+    try:
+        return isinstance(value, dict) and all(re.compile(_MODULE.format(pattern)) for pattern in value)
+    except re.error:
+        return False
 
 
 def _by_pattern(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
     """Return the value of the first of peft's patterns that matches a module."""
     for pattern, value in (patterns or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+        if re.fullmatch(_MODULE.format(pattern), module):
             return value
     return default
 

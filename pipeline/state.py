@@ -29,7 +29,7 @@ def save_state(path: str | os.PathLike, state: State) -> Path:
     """Write a state to a safetensors file; an earlier one is replaced when the new one is on disk as a whole.
 
     Raises:
-        ValueError: if it has no `latents` of five dimensions in fp32, or no number of `completed` steps.
+        ValueError: if it has no finite `latents` of five dimensions in fp32, or no number of `completed` steps.
         OSError: if it cannot be written; an earlier file is as it was.
     """
     from safetensors import SafetensorError
@@ -59,7 +59,7 @@ def load_state(path: str | os.PathLike) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"there is no state {path}")
     try:
         with safe_open(path, framework="pt") as file:
@@ -102,6 +102,8 @@ def _problem(state: State) -> str | None:
     latents, completed = state.get("latents"), state.get("completed")
     if not isinstance(latents, torch.Tensor) or latents.dim() != 5 or latents.dtype != torch.float32:
         return "it has no latents [B, T, H, W, C] in fp32"
+    if not torch.isfinite(latents).all():
+        return "its latents are not finite (NaN or infinity)"
     if not isinstance(completed, int) or isinstance(completed, bool) or completed < 0:
         return f"completed {completed!r} is no number of steps"
     return None

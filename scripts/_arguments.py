@@ -36,20 +36,34 @@ class Unfinished(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises where argparse's prints its usage and exits; each option has a line of its own."""
+    """A parser that raises where argparse's prints its usage and exits, and refuses values that can name nothing.
+
+    A text that may be empty says so with `type=str`. In the help each option has a line of its own.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36))
+        self.register("type", None, _named)
+        self.register("type", Path, lambda text: Path(_named(text)))
 
     def error(self, message: str) -> NoReturn:
         """Raise `BadUsage`."""
         raise BadUsage(f"{message} (--help lists the arguments)")
 
 
+def _named(text: str) -> str:
+    """Return the value of an argument, which a shell's empty variable must not turn into a default or a folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty; give a value, or leave the argument out")
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} holds a NUL character; leave that out")
+    return text
+
+
 def add_size(group: argparse._ArgumentGroup) -> None:
     """Add what a video should not show, and its size."""
     add = group.add_argument
-    add("--negative-prompt", metavar="TEXT", help="what it should not show (default: the authors' text)")
+    add("--negative-prompt", type=str, metavar="TEXT", help="what it should not show (default: the authors' text)")
     add("--height", type=int, metavar="PIXELS", help="a multiple of 16")
     add("--width", type=int, metavar="PIXELS", help="likewise")
     add("--num-frames", type=int, metavar="N", help="4k + 1, such as 121 or 241")

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,19 +170,27 @@ def find_checkpoint(report: Report, args: argparse.Namespace, default_preset: st
             ]
         )
         return found
-    if args.offline:  # what is missing in the cache is found now, not when everything else is ready
-        try:
-            return found.fetched()
-        except OSError as error:
-            report.add([str(error)])
-    return found
+    from huggingface_hub.utils import validate_repo_id  # here: --help answers at once
+
+    try:
+        validate_repo_id(model)
+        # Offline, what is missing in the cache is found now, not when everything else is ready.
+        return found.fetched() if args.offline else found
+    except (OSError, ValueError) as error:
+        report.add([str(error)])
+        return found
 
 
 def cache_problems(folder: Path | None) -> list[str]:
     """Return why a folder cannot be the Hub's cache; it need not exist yet."""
-    if folder is None or not folder.exists() or folder.is_dir():
+    try:
+        if folder is None or stat.S_ISDIR(folder.stat().st_mode):
+            return []
+        return [f"--cache-dir {folder}: is a file; name a folder"]
+    except FileNotFoundError:
         return []
-    return [f"--cache-dir {folder}: is a file; name a folder"]
+    except OSError as error:  # a name that is too long, or below a file
+        return [f"--cache-dir {folder}: {error.strerror}; name a folder"]
 
 
 def unknown_repository(model: str) -> str:
@@ -212,7 +221,7 @@ def _preset(args: argparse.Namespace, default: str) -> Preset:
             f"name the preset that it was trained as with --config: {', '.join(preset_names())}"
         )
     index = Path(args.model) / "model_index.json"
-    name = read_json(index).get("preset") if index.is_file() else None
+    name = read_json(index).get("preset") if os.path.isfile(index) else None  # Path's raises for a long name
     return load_preset(name or DEFAULT_PRESET)
 
 
@@ -255,15 +264,14 @@ def find_loras(report: Report, texts: Sequence[str], checkpoint: Checkpoint) -> 
     Their shapes are compared with the transformer's where that lies here; else when it is loaded.
     """
     requests = [request for text in texts if (request := report.attempt(parse_lora, text)) is not None]
+    missing = [request.path for request in requests if not os.path.exists(request.path)]
+    report.add(  # a repository is not looked for: nothing may be fetched before the whole request is checked
+        f"LoRA {path}: there is no such file; `hf download OWNER/NAME --local-dir FOLDER` fetches one of the Hub"
+        for path in missing
+    )
     if not requests or report.problems:
         return requests
-    missing = [request.path for request in requests if not os.path.exists(request.path)]
-    if missing:  # a repository is not looked for: nothing may be fetched before the whole request is checked
-        report.add(
-            f"LoRA {path}: there is no such file; `hf download OWNER/NAME --local-dir FOLDER` fetches one of the Hub"
-            for path in missing
-        )
-    elif checkpoint.file is not None or checkpoint.folder is not None:
+    if checkpoint.file is not None or checkpoint.folder is not None:
         report.add(lora_problems(requests, _linear_shapes(checkpoint)))
     else:
         for request in requests:

@@ -89,6 +89,9 @@ def taken(kind: str, paths: Iterable[Path], overwrite: bool, codec: Codec | None
         except OSError as error:  # such as a name that is too long
             yield f"{kind} {path}: {error.strerror}"
             continue
+        except ValueError as error:  # a NUL character
+            yield f"{kind} {str(path)!r}: {error}"
+            continue
         if codec is not None and not codec.suffix and overwrite:
             try:
                 check_replaceable(path, overwrite=True)

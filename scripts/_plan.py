@@ -116,6 +116,8 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
         args.prompt = list(embeds.texts.prompts)
     setup = make_setup(report, args, args.num_videos, len(args.prompt or [""]))
     report.add(_prompt_problems(args, saved))
+    if args.negative_prompt is not None:
+        report.attempt(prompt_list, args.negative_prompt, "negative prompt")
     report.add([] if args.seed is None else seed_problems(args.seed, args.num_videos))
     codec = codec_of(args)
     crf = report.attempt(codec.quality, args.crf)
@@ -132,7 +134,7 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
         report.add([f"--checkpoint-every {args.checkpoint_every}: must be from 1 to {MAX_COUNT} steps"])
     if args.report is not None:
         report.add(named_file_problems("report", args.report, "report.json", args.overwrite))
-        if args.report in [video.record for video in videos]:
+        if os.path.realpath(args.report) in [os.path.realpath(video.record) for video in videos]:
             report.add([f"report {args.report}: is the name of the video's own record; choose another"])
         report.add([] if setup.sparse else [f"--report: {NOTHING_TO_REPORT}; leave it out"])
     if args.save_embeds is not None:

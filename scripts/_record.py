@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -25,6 +26,9 @@ PACKAGES = ("kandinsky5-nabla", "torch", "diffusers", "transformers")
 FIXED = ("scale_factor", "fps")
 """Numbers that no argument sets; they come from the preset."""
 _NO_ARGUMENT = (*FIXED, "versions", "short_prompt")
+
+_JSON_TYPES = {"str": str, "int": int, "float": (int, float), "tuple": list, "Mapping": dict}
+"""What a field's value is in JSON, by the name of its type."""
 
 _ARGUMENTS = {"preset": "config", "loras": "lora", "num_inference_steps": "steps", "nabla_P": "nabla_p"}
 """Fields whose argument has another name."""
@@ -172,10 +176,10 @@ class Record:
         names = {field.name for field in fields(cls)}
         if differing := sorted(names ^ values.keys()):
             raise ValueError(f"holds a damaged record: {', '.join(differing)} missing or unknown")
-        kinds = {"prompt": str, "short_prompt": str | None, "loras": list, "scale_factor": list, "versions": dict}
-        for name, kind in kinds.items():
-            if not isinstance(values[name], kind):
-                raise ValueError(f"holds a damaged record: {name} is {values[name]!r}")
+        for field in fields(cls):
+            value, kind = values[field.name], _JSON_TYPES[re.split(r"\W", str(field.type))[0]]
+            if not (isinstance(value, kind) or (value is None and "None" in str(field.type))):
+                raise ValueError(f"holds a damaged record: {field.name} is {value!r}")
         values |= {name: tuple(values[name]) for name in ("loras", "scale_factor")}
         return cls(**values)
 

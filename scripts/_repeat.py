@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kandinsky5_nabla.pipeline.checks import Geometry
 from kandinsky5_nabla.pipeline.codecs import CODECS
 from kandinsky5_nabla.scripts._arguments import BadUsage
 from kandinsky5_nabla.scripts._record import FIXED, Record, as_argv, read_record, versions
@@ -58,6 +60,7 @@ class Saved:
         output: the video that the record is of.
         folder: the state; None for a record alone, which is the beginning of a new run.
         completed: steps that the state has behind it.
+        shape: of the state's latents; None where it has none yet.
         chosen: whether the arguments name a preset or model of their own.
     """
 
@@ -66,11 +69,12 @@ class Saved:
     output: Path
     folder: StateFolder | None = None
     completed: int = 0
+    shape: tuple[int, ...] | None = None
     chosen: bool = False
 
     def owns_output(self) -> bool:
         """Return whether the video is complete already: its run ended while it put its state away."""
-        files = [path for path in (self.output, self.output.with_suffix(".json")) if path.exists()]
+        files = [path for path in (self.output, self.output.with_suffix(".json")) if os.path.exists(path)]
         return self.output in files and all(_holds(path, self.record) for path in files)
 
     def cautions(self) -> list[str]:
@@ -80,7 +84,7 @@ class Saved:
         return [f"{self.source} was made with {'; '.join(changed)}: numbers may differ"] if changed else []
 
     def problems(self, setup: Setup) -> Iterator[str]:
-        """Yield which numbers of the preset are no longer those of the record."""
+        """Yield which numbers of the preset are no longer those of the record, and whether the latents are its own."""
         now = {"scale_factor": tuple(map(float, setup.settings.scale_factor)), "fps": float(setup.preset.fps)}
         for name in () if self.chosen else FIXED:
             if now[name] != getattr(self.record, name):
@@ -88,6 +92,8 @@ class Saved:
                     f"{self.source} was made with {name} {getattr(self.record, name)}, and the preset "
                     f"{self.record.preset} has {now[name]} now: use the preset as it was"
                 )
+        if self.shape is not None and self.shape != (expected := _shape_of_latents(setup, self.shape[-1])):
+            yield f"{self.folder}: its latents are {self.shape}, those of its video are {expected}; start the run anew"
 
 
 def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Saved | None]:
@@ -142,10 +148,26 @@ def running_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _saved_state(source: Path) -> Saved:
+    if not source.name:  # "." or "/"
+        raise FileNotFoundError(f"names no state; they are called NAME{SUFFIX}")
     folder = StateFolder(source) if source.suffix == SUFFIX else StateFolder.of(source)
     output, record = folder.read_settings()
     state = folder.load()
-    return Saved(source, record, output, folder, 0 if state is None else state["completed"])
+    if state is None:
+        return Saved(source, record, output, folder)
+    if state["completed"] > record.num_inference_steps:
+        raise ValueError(f"{folder} is damaged: {state['completed']} of {record.num_inference_steps} steps are done")
+    return Saved(source, record, output, folder, state["completed"], tuple(state["latents"].shape))
+
+
+def _shape_of_latents(setup: Setup, channels: int) -> tuple[int, ...]:
+    """Return `[1, T, H, W, C]` of a setup's video; `channels` for where its VAE does not lie here yet."""
+    from kandinsky5_nabla.pipeline.latents import latent_shape  # here: it loads torch
+
+    settings, configs = setup.settings, setup.checkpoint.configs
+    geometry = Geometry.from_configs(configs["vae"], configs["transformer"], False)
+    channels = configs["vae"].get("latent_channels", channels)
+    return (1, *latent_shape(settings.num_frames, settings.height, settings.width, channels, geometry))
 
 
 def _saved_video(source: Path) -> Saved:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kandinsky5_nabla.configs import Preset, find_preset
 from kandinsky5_nabla.configs.tiles import Tile, find_tile
-from kandinsky5_nabla.pipeline.checks import Geometry, Report, Settings, frames_of_duration
+from kandinsky5_nabla.pipeline.checks import MAX_COUNT, Geometry, Report, Settings, frames_of_duration
 from kandinsky5_nabla.pipeline.lora_files import LoraRequest
 from kandinsky5_nabla.pipeline.memory import MemoryPlan
 from kandinsky5_nabla.pipeline.precision import full_dtype_name, precision_problems
@@ -211,10 +211,12 @@ def _cautions(args: argparse.Namespace, checkpoint: Checkpoint, settings: Settin
 
 
 def seed_problems(seed: int, num_videos: int = 1) -> list[str]:
-    """Return why a seed cannot be the first of so many videos."""
-    if 0 <= seed <= 2**63 - 1 - max(0, num_videos):
+    """Return why a seed cannot be the first of so many videos; a number that none can have is judged elsewhere."""
+    last = seed + min(max(1, num_videos), MAX_COUNT) - 1
+    if seed >= 0 and last < 2**63:
         return []
-    return [f"seed {seed}: must be from 0 to 2**63 - 1"]
+    of_last = f", and that of the last of {num_videos} videos would be {last}" if 0 <= seed < 2**63 else ""
+    return [f"seed {seed}: must be from 0 to 2**63 - 1{of_last}"]
 
 
 def _geometry(report: Report, attention: str | None, configs: dict[str, dict[str, Any]], preset: Preset) -> Geometry:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 SUFFIX = ".k5"
 _SETTINGS, _TEXT, _DENOISING = "settings.json", "text.safetensors", "denoising.safetensors"
 _PREVIEW = "preview.png"
-_OURS = re.compile("|".join([*map(re.escape, (_SETTINGS, _TEXT, _DENOISING, _PREVIEW)), r"\.[0-9a-f]{32}\.\w+"]))
+_WRITTEN = r"\.[0-9a-f]{32}\.\w+", r"\.tmp\w{6}"  # ours, and those that safetensors gives a name in the end
+_OURS = re.compile("|".join([*map(re.escape, (_SETTINGS, _TEXT, _DENOISING, _PREVIEW)), *_WRITTEN]))
 """Names of the files in it, those included that a killed process was writing."""
 
 

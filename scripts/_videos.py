@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -91,4 +92,4 @@ def videos_of(args: argparse.Namespace, codec: Codec, typed: Mapping[str, str | 
 
 
 def _is_taken(output: Path) -> bool:
-    return any(output.with_suffix(suffix).exists() for suffix in (output.suffix, ".json", ".png", SUFFIX))
+    return any(os.path.exists(output.with_suffix(suffix)) for suffix in (output.suffix, ".json", ".png", SUFFIX))

@@ -6,6 +6,7 @@ Exit codes: 0 done; 2 bad input, found before any weight is read; 1 something fa
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import sys
@@ -42,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("what to make")
     add = group.add_argument
-    add("--prompt", action="append", metavar="TEXT", help="what the video shows; repeat it for several videos")
+    add("--prompt", action="append", type=str, metavar="TEXT", help="what the video shows; repeat for several videos")
     add("--prompts", type=Path, metavar="FILE", help="a .txt, .csv or .jsonl: a video a row, in --output")
     add("--expand-prompt", action="store_true", help="let the loaded Qwen rewrite short prompts in detail first")
     add_size(group)
@@ -79,6 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no name of a file ends a run that is complete
     argv, parser = sys.argv[1:] if argv is None else argv, build_parser()
     try:
         with caught_interrupts() as interrupts:

@@ -66,7 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="inspect_attention.py", description=__doc__, allow_abbrev=False)
     group = parser.add_argument_group("what to run")
     add = group.add_argument
-    add("--prompt", default=DEFAULT_PROMPT, metavar="TEXT", help="what the video shows (default: %(default)s)")
+    add(
+        "--prompt", type=str, default=DEFAULT_PROMPT, metavar="TEXT", help="what the video shows (default: %(default)s)"
+    )
     add_size(group)
     add("--seed", type=int, default=0, metavar="N", help="of the noise (default: %(default)s)")
     add_model(parser, DEFAULT_PRESET)

@@ -136,3 +136,10 @@ def test_what_ffmpeg_says_last_is_in_the_error(use_ffmpeg_wrapper):
     with pytest.raises(RuntimeError, match=r"^ffmpeg ended with status 7: No space left on device$"):
         export(frames, folder, "h264")
     assert list(folder.iterdir()) == []
+
+
+@on_posix
+def test_a_full_disk_is_named_where_ffmpeg_says_last_what_followed_from_it(use_ffmpeg_wrapper):
+    folder = use_ffmpeg_wrapper("echo 'No space left on device' >&2; echo 'Nothing was written' >&2; exit 228")
+    with pytest.raises(RuntimeError, match=r"^ffmpeg ended with status 228 \(No space left on device\): Nothing was"):
+        export(NOISE, folder, "h264")

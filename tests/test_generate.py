@@ -208,7 +208,7 @@ def test_every_number_of_the_request_reaches_the_video(here, tmp_path):
 
 def test_an_existing_file_is_replaced_when_that_is_asked_for(here, tmp_path):
     (tmp_path / "cat.k5").mkdir()
-    for name in ("cat.mp4", "cat.json", "cat.k5/settings.json"):
+    for name in ("cat.mp4", "cat.json", "cat.k5/settings.json", "cat.k5/.tmpa1B2c3"):  # the last one is of a kill
         (tmp_path / name).write_text("old")
     code, _, err = here("--prompt", "a cat", "--output", "cat.mp4", "--overwrite")
     assert code == 0, err

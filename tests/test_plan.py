@@ -133,7 +133,7 @@ ONE_PROBLEM = {
     "--output folder.mp4 --overwrite": "output folder.mp4: is a folder",
     "--output .": "output .: is a folder",
     "--output ..": "output ..: is a folder",
-    "--output=": "output .: is a folder",
+    "--output=": "argument --output: '' is empty; give a value, or leave the argument out",
     "--output cat.gif": "output cat.gif: must be a name that ends in .mp4",
     "--output cat": "output cat: must be a name that ends in .mp4",
     "--output .mp4": "output .mp4: must be a name that ends in .mp4",
@@ -305,7 +305,7 @@ NAMES = {
 
 @pytest.mark.parametrize("prompt", NAMES)
 def test_any_prompt_makes_a_valid_file_name_of_at_most_100_bytes(plan_of, folder, prompt):
-    seed = 2**63 - 2  # the longest
+    seed = 2**63 - 1  # the longest
     for number in range(3):
         name = plan_of("--prompt", prompt, "--seed", str(seed))["outputs"][0]["file"]
         assert name.startswith(NAMES[prompt])

@@ -149,7 +149,7 @@ def test_a_preset_that_has_changed_since_is_no_repetition(make, problems, tmp_pa
         ({"loras": "x"}, "holds a damaged record: loras is 'x'"),
         ({"prompt": ["a cat"]}, "holds a damaged record: prompt is ['a cat']"),
         ({"short_prompt": 5}, "holds a damaged record: short_prompt is 5"),
-        ({"height": "tall"}, "argument --height: invalid int value: 'tall'"),
+        ({"height": "tall"}, "holds a damaged record: height is 'tall'"),
     ],
 )
 def test_a_record_that_cannot_be_read_is_named(make, problems, tmp_path, changed, message):

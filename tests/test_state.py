@@ -94,6 +94,7 @@ def test_a_state_comes_back_as_it_was_with_what_else_a_run_keeps(tmp_path):
     [
         ({"latents": LATENTS[0]}, "it has no latents"),
         ({"latents": LATENTS.half()}, "it has no latents"),
+        ({"latents": LATENTS * torch.nan}, "its latents are not finite"),
         ({"completed": -1}, "completed -1 is no number of steps"),
         ({"completed": None}, "completed None is no number of steps"),
     ],
