@@ -35,6 +35,7 @@ from kandinsky5_nabla.scripts.make_demo_checkpoint import SEED, TRANSFORMER_CONF
 FULL_SIDE = 256  # pixels: every stage uses the token positions of this size
 TIME_SHIFT = {64: 3.0, 128: 3.0, 256: 5.0}  # by frame size: more pixels show an object through more noise
 MASK_P = 0.75  # of the masks in training; generation keeps a little less, the P of the config
+DENSE_EVERY = 2  # every second step at 256 pixels attends densely: with masks alone dense attention loses the shapes
 EMPTY, NEGATIVE = "", DEFAULT_NEGATIVE_PROMPT
 DROPOUT = 0.1  # of captions; half becomes the empty text, half the default negative prompt
 POOLED_SWAP = 0.5  # of the pooled embeddings are another caption's: a random CLIP's do not carry over to new phrasings
@@ -101,7 +102,10 @@ def make_transformer() -> Kandinsky5Transformer:
 
 
 def train_transformer(stage: Stage, transformer: Kandinsky5Transformer, side: int, captions: Captions) -> None:
-    """Train at one frame size; at 256 pixels with NABLA's masks, below them there is but one block a frame."""
+    """Train at one frame size: at 256 pixels by turns densely and with NABLA's masks, below it densely.
+
+    A smaller frame is but one block.
+    """
     scale, shift = side / FULL_SIDE, TIME_SHIFT[side]
     metadata = None
     if side == FULL_SIDE:
@@ -128,7 +132,7 @@ def train_transformer(stage: Stage, transformer: Kandinsky5Transformer, side: in
             sigma_B * 1000,
             encoder_attention_mask=text.mask,
             scale_factor=(1.0, scale, scale),
-            attn_metadata=metadata,
+            attn_metadata=metadata if step % DENSE_EVERY else None,
         ).sample
         loss = (weight_BTHW1 * (velocity - (noise - latents_BTHWC)) ** 2).mean()
         recent.append(loss.item())

@@ -59,7 +59,7 @@ TRANSFORMER_CONFIG = {
     "attention_local": False,
     "attention_glob": False,
     "attention_window": 3,
-    "attention_P": 0.7,
+    "attention_P": 0.73,
     # The published window of 11, 3, 3 would cover all 20 blocks of a demo clip: NABLA would have nothing to do.
     "attention_wT": 1,
     "attention_wH": 1,

@@ -321,7 +321,7 @@ def test_the_window_mask_is_built_once_and_each_call_gets_the_step_index(pipe):
     metadata = [kwargs["attn_metadata"] for _, kwargs in calls]
     assert [m.current_timestep for m in metadata] == [0, 0, 1, 1, 2, 2]
     assert len({m.sta_mask.data_ptr() for m in metadata}) == 1
-    assert {m.P for m in metadata} == {0.7}
+    assert {m.P for m in metadata} == {0.73}
 
 
 def test_an_interrupt_ends_the_loop_at_once_and_nothing_is_decoded(pipe):

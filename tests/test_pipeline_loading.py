@@ -119,7 +119,7 @@ def test_the_checkpoints_own_shift_wins_over_the_presets(pipe):
 
 def test_the_checkpoints_own_p_wins_over_the_presets(fresh_pipe):
     bare = Kandinsky5NablaPipeline(**fresh_pipe.components)
-    assert bare.resolve_settings().nabla_P == fresh_pipe.transformer.config.attention_P == 0.7
+    assert bare.resolve_settings().nabla_P == fresh_pipe.transformer.config.attention_P == 0.73
     assert bare.defaults.nabla_P == 0.9
 
 
