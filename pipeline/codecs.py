@@ -75,7 +75,7 @@ class Codec:
             takers = " and ".join(codec.name for codec in CODECS.values() if codec.default_crf is not None)
             raise ValueError(f"crf {crf!r}: codec {self.name!r} has no such quality; leave it out ({takers} take it)")
         if isinstance(crf, bool) or not isinstance(crf, int) or not 0 <= crf <= MAX_CRF:
-            raise ValueError(f"crf must be a whole number from 0 to {MAX_CRF}, got {crf!r}: {self.default_crf} works")
+            raise ValueError(f"crf {crf!r}: must be a whole number from 0 to {MAX_CRF}; {self.default_crf} works")
         return crf
 
     def rate(self, fps: float | Fraction) -> Fraction:

@@ -36,9 +36,9 @@ def with_tables(text: str) -> str:
         ValueError: if a table has no markers in it.
     """
     for name, table in TABLES.items():
-        between = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+        between = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         content = table()
-        text, count = between.subn(lambda found, content=content: f"{found[1]}{content}{found[2]}", text)
+        text, count = between.subn(lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text)
         if count != 1:
             raise ValueError(f"the README has {count} places for the table {name}: one is needed")
     return text

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -41,6 +42,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gpu_items and not torch.cuda.is_available():
         config.hook.pytest_deselected(items=gpu_items)
         items[:] = [item for item in items if item not in gpu_items]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals() -> None:
+    """Takes Ctrl-C, which a shell lets its background jobs ignore, in this process and in those of the tests."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

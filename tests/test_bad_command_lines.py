@@ -299,9 +299,9 @@ STATE_CASES = {
 RESUME_CASES = {
     "with too long an output": (["--resume=long-output.k5"], [f"output {LONG}.mp4: File name too long"]),
     "with a NUL in its output": (["--resume=nul-output.k5"], [r"output 'a\x00b.mp4': embedded null byte"]),
-    "with another kind of output": (["--resume=text-output.k5"], ["output cat.txt: must be a name that ends in .mp4"]),
+    "with another kind of output": (["--resume=text-output.k5"], ["output cat.txt: the video's name must end in .mp4"]),
     "decoded over its own video": (["--decode-only=cat.k5"], ["output cat.mp4: exists", "--overwrite"]),
-    "decoded to a text": (["--decode-only=cat.k5", "--output=cat.txt"], ["output cat.txt", "ends in .mp4"]),
+    "decoded to a text": (["--decode-only=cat.k5", "--output=cat.txt"], ["output cat.txt", "must end in .mp4"]),
     "decoded with another prompt": (["--decode-only=cat.k5", "--prompt=x"], ["--prompt=x: the run in cat.k5"]),
     "decoded with a report": (["--decode-only=cat.k5", "--report=new.json"], ["--report=new.json: the run in cat.k5"]),
     "repeated from a folder": (["--from=folder"], ["--from folder: folder is not a complete video"]),

@@ -255,8 +255,9 @@ def test_a_killed_run_leaves_whole_lines_of_all_that_it_said(tmp_path):
             time.sleep(0.01)
         process.kill()
         shown = process.stderr.read().splitlines()
-    assert process.returncode == -signal.SIGKILL  # while it ran
+    assert process.returncode == -signal.SIGKILL
     lines = log_of(tmp_path)
+    assert "denoise" not in [line["stage"] for line in events(lines, "stage_done")]  # it was killed within it
     said = {line["message"] for line in lines}
     assert {line.removeprefix("warning: ") for line in shown[:-1]} <= said  # the last may have been between the two
     assert [step["step"] for step in events(lines, "step")][:3] == [1, 2, 3]

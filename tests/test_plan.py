@@ -134,9 +134,9 @@ ONE_PROBLEM = {
     "--output .": "output .: is a folder",
     "--output ..": "output ..: is a folder",
     "--output=": "argument --output: '' is empty; give a value, or leave the argument out",
-    "--output cat.gif": "output cat.gif: must be a name that ends in .mp4",
-    "--output cat": "output cat: must be a name that ends in .mp4",
-    "--output .mp4": "output .mp4: must be a name that ends in .mp4",
+    "--output cat.mov": "output cat.mov: the video's name must end in .mp4, got 'cat.mov': cat.mp4 works",
+    "--output cat": "output cat: the video's name must end in .mp4, got 'cat': cat.mp4 works for codec 'h264'",
+    "--output .mp4": "output .mp4: the video's name must end in .mp4, got '.mp4': .mp4.mp4 works",
     "--output missing/cat.mp4": "output folder missing: does not exist; create it first",
     "--output taken.mp4/cat.mp4": "output folder taken.mp4: does not exist",
     "--output taken.mp4": "output taken.mp4: exists; choose another name or add --overwrite",
@@ -188,7 +188,7 @@ def test_without_a_prompt_the_report_asks_for_one(problems_of):
 
 def test_every_problem_of_a_request_is_in_the_report(problems_of, checkpoint):
     numbers = "--height 500 --width 0 --num-frames 7 --duration 0.3 --steps 0 --num-videos 0 --seed -1 --nabla-p 2"
-    others = "--guidance-scale nan --shift 0 --output missing/cat.gif --device cuda --model missing"
+    others = "--guidance-scale nan --shift 0 --output missing/cat.mov --device cuda --model missing"
     problems = problems_of(*numbers.split(), *others.split(), base=("--config", "demo"))
     found = sorted(problem.split(":")[0] for problem in problems)
     assert found == [
@@ -203,7 +203,7 @@ def test_every_problem_of_a_request_is_in_the_report(problems_of, checkpoint):
         "number of steps 0",
         "number of videos 0",
         "output folder missing",
-        "output missing/cat.gif",
+        "output missing/cat.mov",
         "seed -1",
         "shift 0.0",
         "width 0",
