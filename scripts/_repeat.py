@@ -122,8 +122,9 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple
             replaced["nabla_p"] = None
         chosen = not {"config", "model"}.isdisjoint(given)
         return argparse.Namespace(**recorded | replaced | given), dataclasses.replace(saved, chosen=chosen)
-    suffix = CODECS[given.get("codec", recorded["codec"])].suffix
-    recorded |= {"output": saved.output.with_suffix(suffix)}
+    codec = given.get("codec", recorded["codec"])
+    other = saved.output.with_suffix(CODECS[codec].suffix)
+    recorded |= {"output": saved.output if codec == recorded["codec"] else other}
     problems = list(_contradictions(given, recorded, saved, FREE[way]))
     if way == "decode_only" and saved.completed < saved.record.num_inference_steps:
         problems.append(
