@@ -27,7 +27,7 @@ test: $(DEV) ## run the tests
 	$(BIN)/pytest
 
 soak: $(DEV) ## run the long versions of the tests that have one
-	$(BIN)/pytest --soak -s tests/test_selection.py tests/test_resume.py tests/test_disk_full.py
+	$(BIN)/pytest --soak -s tests/test_selection.py tests/test_resume.py tests/test_disk_full.py tests/test_prompts.py
 
 lint: $(DEV) ## check style and types
 	$(BIN)/ruff check

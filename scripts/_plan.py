@@ -124,10 +124,12 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
     report.attempt(codec.rate, setup.preset.fps)
     own = saved is not None and args.resume is not None and saved.owns_output()
     overwrite = args.overwrite or own
-    batch = None if args.prompts is None else plan_batch(report, args, setup, codec, crf, argv)
-    videos = batch.videos if batch is not None else _videos(report, args, codec, saved, overwrite)
-    if (saved is None or saved.folder is None) and batch is None:
-        report.add(_state_problems(videos, args.overwrite))
+    if args.prompts is None:
+        batch, videos = None, _videos(report, args, codec, saved, overwrite)
+        report.add([] if saved is not None and saved.folder is not None else _state_problems(videos, args.overwrite))
+    else:
+        batch = plan_batch(report, args, setup, codec, crf, argv)
+        videos = [] if batch is None else batch.videos
     if saved is not None:
         report.add(saved.problems(setup))
     if args.checkpoint_every is not None and not 1 <= args.checkpoint_every <= MAX_COUNT:

@@ -56,7 +56,8 @@ def run(
     speak_plainly()
     say_what_runs(plan.setup.device, plan.describe())
     rows = None if plan.batch is None else Rows(plan.batch, on_failure)
-    described = plan.describe() if not plan.videos else _make_all(plan, on_video, rows, interrupts)
+    nothing = {**plan.describe(), "videos": []}  # where every row is done
+    described = _make_all(plan, on_video, rows, interrupts) if plan.videos else nothing
     if rows is None:
         return described
     say("done", rows.summary())
