@@ -371,5 +371,6 @@ def test_the_program_ends_with_2_and_says_why_on_stderr(made, argv, says):
 
 
 def test_a_name_that_is_no_text_ends_no_run_that_is_complete(as_a_program, capsys):
+    sys.stderr.reconfigure(errors="backslashreplace")  # as Python's own is
     assert generate.main([*CAT, "--attention=NABLA_REFERENCE", "--output=\udcff.mp4"]) == 0
     assert capsys.readouterr().out.startswith(r"\udcff.mp4: 64x64, 1 frame")

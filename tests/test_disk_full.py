@@ -122,7 +122,7 @@ def _run(argv):
     """Run the program; return its exit code, what it says, and the files and folders that are there afterwards."""
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as err:
         code = generate.main(argv)
-    paths = [path for path in sorted(Path().rglob("*")) if path.parts[0] != "filling"]
+    paths = [path for path in sorted(Path().rglob("*")) if path.parts[0] not in ("filling", "tmp")]
     return {"code": code, "err": err.getvalue(), "files": {str(path): _content(path) for path in paths}}
 
 
