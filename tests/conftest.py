@@ -6,8 +6,9 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,7 @@ import torch  # noqa: E402
 
 from kandinsky5_nabla.configs import load_preset  # noqa: E402
 from kandinsky5_nabla.pipeline import Kandinsky5NablaPipeline  # noqa: E402
+from kandinsky5_nabla.scripts import generate  # noqa: E402
 
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
@@ -129,6 +131,20 @@ def as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     for library, level in levels:
         library.set_verbosity(level)
         library.enable_progress_bar()
+
+
+@pytest.fixture
+def here(
+    as_a_program: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line in this process, in an empty folder; returns exit code, stdout, stderr."""
+    monkeypatch.setattr(sys, "argv", [generate.__file__])
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        code = generate.main([str(word) for word in argv])
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -6,23 +6,11 @@ import pytest
 
 from kandinsky5_nabla.configs import load_preset
 from kandinsky5_nabla.pipeline.export import VideoInfo, probe_video, read_comment, read_video
-from kandinsky5_nabla.scripts import generate
 
 QUICK = ["--config", "demo", "--height", "64", "--width", "64", "--num-frames", "5", "--steps", "1"]
 QUICK += ["--attention", "NABLA_REFERENCE", "--device", "cpu", "--prompt", "a cat", "--seed", "5"]
 SUFFIXES = {"h264": ".mp4", "h265": ".mp4", "gif": ".gif", "frames": ""}
 FPS = load_preset("demo").fps
-
-
-@pytest.fixture
-def here(as_a_program, capsys):
-    """Runs the command line in this process, in an empty folder; returns exit code, stdout, stderr."""
-
-    def run(*argv):
-        code = generate.main([str(word) for word in argv])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def content(path):

@@ -260,17 +260,6 @@ QUICK += ["--attention", "NABLA_REFERENCE", "--device", "cpu", "--config", "demo
 
 
 @pytest.fixture
-def here(as_a_program, capsys):
-    """Runs the command line in this process, in an empty folder; returns exit code, stdout, stderr."""
-
-    def run(*argv):
-        code = generate.main([str(word) for word in argv])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
 def make(here):
     def run(*argv):
         code, out, err = here(*argv, "--json")

@@ -31,18 +31,6 @@ NOTICE = "a library's remark"
 
 
 @pytest.fixture
-def here(as_a_program, capsys, monkeypatch):
-    """Runs the command line in this process, in an empty folder; returns exit code, stdout, stderr."""
-    monkeypatch.setattr(sys, "argv", [generate.__file__])
-
-    def run(*argv):
-        code = generate.main([str(word) for word in argv])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
 def go_on(here):
     """Goes on by the command that a run has printed last."""
 

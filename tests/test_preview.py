@@ -4,7 +4,6 @@ import json
 import resource
 import shlex
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from kandinsky5_nabla.pipeline.preview import (
 )
 from kandinsky5_nabla.pipeline.schedule import make_sigmas
 from kandinsky5_nabla.pipeline.state import load_state
-from kandinsky5_nabla.scripts import fit_preview, generate
+from kandinsky5_nabla.scripts import fit_preview
 
 DEMO = load_preset("demo").local_folder
 QUICK = ["--config", "demo", "--height", "128", "--width", "128", "--num-frames", "5", "--steps", "4"]
@@ -32,18 +31,6 @@ QUICK += ["--attention", "NABLA_REFERENCE", "--device", "cpu"]
 CAT = [*QUICK, "--prompt", "a red square", "--seed", "5", "--output", "cat.mp4"]
 CALLS = 2  # of the transformer in a step, with guidance
 GAP, CAPTION = 8, 16  # pixels between the frames of a sheet, and below them
-
-
-@pytest.fixture
-def here(as_a_program, capsys, monkeypatch):
-    """Runs the command line in this process, in an empty folder; returns exit code, stdout, stderr."""
-    monkeypatch.setattr(sys, "argv", [generate.__file__])
-
-    def run(*argv):
-        code = generate.main([str(word) for word in argv])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

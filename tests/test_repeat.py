@@ -23,17 +23,6 @@ CAT = [*QUICK, "--prompt=-- a 'cat'\n=", "--seed", "5", "--output", "cat.mp4"]
 
 
 @pytest.fixture
-def here(as_a_program, capsys):
-    """Runs the command line in this process, in an empty folder; returns exit code, stdout, stderr."""
-
-    def run(*argv):
-        code = generate.main([str(word) for word in argv])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
 def make(here):
     def run(*argv):
         code, _, err = here(*argv)

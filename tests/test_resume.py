@@ -31,18 +31,6 @@ KILLS = 3  # in the suite; `make soak` takes 50
 
 
 @pytest.fixture
-def here(as_a_program, capsys, monkeypatch):
-    """Runs the command line in this process, in an empty folder; returns exit code, stdout, stderr."""
-    monkeypatch.setattr(sys, "argv", [generate.__file__])
-
-    def run(*argv):
-        code = generate.main([str(word) for word in argv])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
 def finish(here, tmp_path):
     """Goes on by the command that an interrupted run has printed last; returns the calls of the transformer."""
 
