@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -19,6 +17,7 @@ from kandinsky5_nabla.pipeline.codecs import Codec
 from kandinsky5_nabla.scripts._outputs import folder_problems, safe_name, write_json
 from kandinsky5_nabla.scripts._prompts import Row, read_prompts
 from kandinsky5_nabla.scripts._record import Record, read_record
+from kandinsky5_nabla.scripts._repeat import command_line
 from kandinsky5_nabla.scripts._setup import Setup, seed_problems
 from kandinsky5_nabla.scripts._videos import Video, drawn_seed
 
@@ -135,7 +134,8 @@ def plan_batch(
         report.add([f"--prompts {error}"])
         return None
     seed = args.seed if args.seed is not None else _seed_before(folder)
-    batch = Batch(args.prompts, folder, drawn_seed() if seed is None else seed, [], [], [], _again(argv))
+    again = command_line(word for word in argv if word != "--overwrite")  # with which it would begin anew
+    batch = Batch(args.prompts, folder, drawn_seed() if seed is None else seed, [], [], [], again)
     if report.problems:  # rows would be checked against numbers that are wrong themselves
         return batch
     sized: dict[tuple[int | None, ...], tuple[list[str], Setup]] = {}
@@ -235,12 +235,6 @@ def _seed_before(folder: Path) -> int | None:
         seed = json.loads((folder / MANIFEST).read_text("utf-8"))["seed"]
         return seed if isinstance(seed, int) and not seed_problems(seed) else None
     return None
-
-
-def _again(argv: Sequence[str]) -> str:
-    """Return the command line that goes on; with --overwrite it would begin anew."""
-    program = [sys.executable, sys.argv[0]] if sys.argv[0].endswith(".py") else [sys.argv[0]]
-    return shlex.join([*program, *(word for word in argv if word != "--overwrite")])
 
 
 def _place(video: Video) -> tuple[int, int]:

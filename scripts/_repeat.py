@@ -7,7 +7,7 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,13 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple
 
 def go_on_command(folder: StateFolder, args: dict[str, Any]) -> str:
     """Return the command line that goes on from a state."""
+    return command_line(["--resume", str(folder), *as_argv(args)])
+
+
+def command_line(words: Iterable[str]) -> str:
+    """Return what a shell takes to start this program with other arguments."""
     program = [sys.executable, sys.argv[0]] if sys.argv[0].endswith(".py") else [sys.argv[0]]
-    return shlex.join([*program, "--resume", str(folder), *as_argv(args)])
+    return shlex.join([*program, *words])
 
 
 def running_arguments(args: argparse.Namespace) -> dict[str, Any]:
