@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 
+from ..configs.errors import BackendError
+
 TokenOrder = Literal["raster", "blocks"]
 """`raster`: frames, rows, columns. `blocks`: frames, then 8x8 tiles of tokens (see `attention.order`)."""
 
@@ -132,4 +134,4 @@ class AttentionBackend(ABC):
         """Raise a ValueError with every reason of `validate_configuration(**facts)`, if there is one."""
         reasons = cls.validate_configuration(**facts)
         if reasons:
-            raise ValueError(f"attention backend {cls.get_name()} cannot run this: " + "; ".join(reasons))
+            raise BackendError(f"attention backend {cls.get_name()} cannot run this: " + "; ".join(reasons))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..configs.errors import BackendError
 from .selection import select_blocks
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def sta_mask(
         ValueError: if a size or a window is less than 1, or there are not three of each.
     """
     if len(grid) != 3 or len(window) != 3 or not all(size >= 1 for size in (*grid, *window)):
-        raise ValueError(f"grid {grid} and window {window} must be three sizes each, at least 1 on every axis")
+        raise BackendError(f"grid {grid} and window {window} must be three sizes each, at least 1 on every axis")
     near_t, near_y, near_x = (_near(size, width, device) for size, width in zip(grid, window, strict=True))
     seen = (
         near_t[:, None, None, :, None, None]

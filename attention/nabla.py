@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..configs.errors import BackendError, SettingsError
 from .abstract import AttentionBackend, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder, TokenOrder
 from .flex import block_sparse_attention
 from .lists import BlockLists, Workspace
@@ -52,10 +53,10 @@ class NablaAttentionMetadataBuilder(AttentionMetadataBuilder[NablaAttentionMetad
             ValueError: if P is not in (0, 1], or the mask has another size.
         """
         if not 0 < P <= 1:
-            raise ValueError(f"P={P}: the kept mass must be in (0, 1]")
+            raise SettingsError(f"P={P}: the kept mass must be in (0, 1]")
         N = math.prod(tile_grid(visual_shape))
         if sta_mask.shape[-2:] != (N, N):
-            raise ValueError(f"sta_mask {tuple(sta_mask.shape)}: {visual_shape} tokens make {N} blocks")
+            raise BackendError(f"sta_mask {tuple(sta_mask.shape)}: {visual_shape} tokens make {N} blocks")
         T, H, W = visual_shape
         real_S = real_tokens((T, H, W), sta_mask.device)
         return NablaAttentionMetadata(current_timestep, sta_mask.reshape(1, 1, N, N), float(P), (T, H, W), real_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..configs.errors import BackendError
 from .order import BLOCK
 from .selection import block_map
 
@@ -56,7 +57,7 @@ def masked_attention(
     B, S, H, _ = query.shape
     problem = score_matrix_problem(B, S, H)
     if problem:
-        raise ValueError(problem)
+        raise BackendError(problem)
     q_BHSD, k_BHSD, v_BHSD = (x_BSHD.transpose(1, 2).float() for x_BSHD in (query, key, value))
     kept_BHSS = kept_BHNN.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
     if real_S is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from ..configs.errors import BackendError
 from .abstract import AttentionBackend
 from .nabla import NablaAttentionBackend, NablaReferenceBackend
 from .sdpa import SdpaAttentionBackend
@@ -29,7 +30,7 @@ def get_attention_backend(name: str, **facts: Any) -> type[AttentionBackend]:
     """
     if name not in _BACKENDS:
         nearest = difflib.get_close_matches(str(name).upper(), _BACKENDS, n=1, cutoff=0.0)
-        raise ValueError(
+        raise BackendError(
             f"unknown attention backend {name!r}; known are {', '.join(_BACKENDS)}; did you mean {nearest[0]}?"
         )
     backend = _BACKENDS[name]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..configs.errors import BackendError, SettingsError
 from .compiling import CannotCompile, run_compiled, why_not_compiled
 from .lists import BlockLists, Workspace, edge_blocks, rows_at_once
 from .order import BLOCK
@@ -44,12 +45,12 @@ def select_blocks(
         ValueError: if P is not in (0, 1] or a shape does not fit.
     """
     if not 0 < P <= 1:
-        raise ValueError(f"P={P}: the kept mass must be in (0, 1]")
+        raise SettingsError(f"P={P}: the kept mass must be in (0, 1]")
     _check_shapes(query, key)
     B, S, H, _ = query.shape
     N = S // BLOCK
     if sta_mask.shape[-2:] != (N, N):
-        raise ValueError(f"sta_mask {tuple(sta_mask.shape)} does not fit {N} blocks of {BLOCK} tokens")
+        raise BackendError(f"sta_mask {tuple(sta_mask.shape)} does not fit {N} blocks of {BLOCK} tokens")
     if torch.compiler.is_compiling():
         return BlockLists(*_opaque_selection(query, key, sta_mask, P, real_S))
     lists = (workspace or Workspace()).lists(B, H, N, query.device, edges=real_S is not None)
@@ -121,7 +122,7 @@ def block_map(query: torch.Tensor, key: torch.Tensor, real_S: torch.Tensor | Non
 
 def _check_shapes(query: torch.Tensor, key: torch.Tensor) -> None:
     if query.shape != key.shape or query.dim() != 4 or query.shape[1] % BLOCK:
-        raise ValueError(
+        raise BackendError(
             f"query {tuple(query.shape)} and key {tuple(key.shape)} must both be [B, S, H, D] "
             f"with S a multiple of {BLOCK} tokens"
         )

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .errors import PresetError
 from .rules import PARSERS, broken_rules
 
 _FOLDER = Path(__file__).parent
@@ -123,7 +124,7 @@ def load_preset(name_or_path: str | Path) -> Preset:
     if text.endswith((".yaml", ".yml")):
         return _read_preset(Path(text))
     names = ", ".join(preset_names())
-    raise ValueError(
+    raise PresetError(
         f"unknown preset {text!r}: did you mean {_nearest(text, preset_names())!r}? "
         f"The presets are {names}; the name of a .yaml file works too"
     )
@@ -221,13 +222,13 @@ def _read_preset(path: Path) -> Preset:
         node = loader.get_single_node()
         data = None if node is None else loader.construct_document(node)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # no UTF-8, no date, too deep
-        raise ValueError(f"the preset {path} cannot be read: {error}") from error
+        raise PresetError(f"the preset {path} cannot be read: {error}") from error
     try:
         if isinstance(node, yaml.MappingNode):
             _raise_all(_repeated_keys([key.value for key, _ in node.value]))
         return _parse_preset(data, path.absolute().parent)
     except ValueError as error:
-        raise ValueError(f"the preset {path} is not valid: {error}") from error
+        raise PresetError(f"the preset {path} is not valid: {error}") from error
 
 
 def _repeated_keys(keys: list[str]) -> Iterator[str]:
@@ -239,7 +240,7 @@ def _repeated_keys(keys: list[str]) -> Iterator[str]:
 def _parse_preset(data: object, folder: Path) -> Preset:
     """Return the preset in parsed YAML; a relative model is in `folder`."""
     if not isinstance(data, Mapping):
-        raise ValueError(f"it must map keys to values, got {type(data).__name__}")
+        raise PresetError(f"it must map keys to values, got {type(data).__name__}")
     _raise_all(_wrong_keys(data))
     values, problems = {}, []
     for key, parse in PARSERS.items():
@@ -265,7 +266,7 @@ def _wrong_keys(data: Mapping[Any, Any]) -> Iterator[str]:
 
 def _raise_all(problems: Iterable[str]) -> None:
     if listed := list(problems):
-        raise ValueError("; ".join(listed))
+        raise PresetError("; ".join(listed))
 
 
 def _nearest(word: str, words: list[str]) -> str:

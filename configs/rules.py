@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from .errors import PresetError
+
 if TYPE_CHECKING:
     from .preset import Preset
 
@@ -67,19 +69,19 @@ def _broken_size_rules(preset: Preset) -> Iterator[str]:
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError("text")
+        raise PresetError("text")
     return value
 
 
 def _integer(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError("an integer")
+        raise PresetError("an integer")
     return value
 
 
 def _number(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError("a number")
+        raise PresetError("a number")
     return float(value)
 
 
@@ -87,7 +89,7 @@ def _sizes(value: object) -> tuple[tuple[int, int], ...]:
     try:
         return tuple((_integer(height), _integer(width)) for height, width in _nonempty_list(value))
     except (TypeError, ValueError) as error:
-        raise ValueError("a list of [height, width], integers") from error
+        raise PresetError("a list of [height, width], integers") from error
 
 
 def _along_axes(parse: Callable[[object], Any], what: str) -> Callable[[object], tuple[Any, Any, Any]]:
@@ -96,14 +98,14 @@ def _along_axes(parse: Callable[[object], Any], what: str) -> Callable[[object],
             time, height, width = _nonempty_list(value)
             return parse(time), parse(height), parse(width)
         except ValueError as error:
-            raise ValueError(f"a list of three {what} [time, height, width]") from error
+            raise PresetError(f"a list of three {what} [time, height, width]") from error
 
     return parse_three
 
 
 def _nonempty_list(value: object) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise ValueError("a list")
+        raise PresetError("a list")
     return value
 
 
@@ -112,7 +114,7 @@ def _optional(parse: Callable[[object], Any]) -> Callable[[object], Any]:
         try:
             return None if value is None else parse(value)
         except ValueError as error:
-            raise ValueError(f"{error} or null") from error
+            raise PresetError(f"{error} or null") from error
 
     return parse_optional
 

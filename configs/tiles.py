@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from .errors import PresetError, SettingsError
+
 TABLE = Path(__file__).with_name("vae_tiles.yml")
 
 
@@ -59,7 +61,7 @@ def find_tile(name: str) -> Tile:
     """
     names = {tile.name: tile for tile in vae_tiles()}
     if name not in names:
-        raise ValueError(f"VAE tile {name!r}: must be one of {', '.join(names)} (pixels a side x frames)")
+        raise SettingsError(f"VAE tile {name!r}: must be one of {', '.join(names)} (pixels a side x frames)")
     return names[name]
 
 
@@ -71,7 +73,7 @@ def next_smaller(tile: Tile) -> Tile | None:
     """
     tiles = vae_tiles()
     if tile not in tiles:
-        raise ValueError(f"VAE tile {tile}: is not in the table {TABLE.name}")
+        raise SettingsError(f"VAE tile {tile}: is not in the table {TABLE.name}")
     following = tiles.index(tile) + 1
     return tiles[following] if following < len(tiles) else None
 
@@ -87,9 +89,9 @@ def read_tiles(path: Path) -> tuple[Tile, ...]:
     try:
         rows = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"the table of tiles {path} cannot be read: {error}") from error
+        raise PresetError(f"the table of tiles {path} cannot be read: {error}") from error
     if not isinstance(rows, list) or not rows:
-        raise ValueError(f"the table of tiles {path} must be a list of rows")
+        raise PresetError(f"the table of tiles {path} must be a list of rows")
     found = [f"row {i}: {problem}" for i, row in enumerate(rows, 1) for problem in _row_problems(row)]
     if not found:
         volumes = [Tile(**row).volume for row in rows]
@@ -97,7 +99,7 @@ def read_tiles(path: Path) -> tuple[Tile, ...]:
             [] if volumes == sorted(set(volumes), reverse=True) else ["rows must go from the largest to the smallest"]
         )
     if found:
-        raise ValueError(f"the table of tiles {path} is not valid: {'; '.join(found)}")
+        raise PresetError(f"the table of tiles {path} is not valid: {'; '.join(found)}")
     return tuple(Tile(**row) for row in rows)
 
 

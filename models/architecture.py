@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..configs.errors import CheckpointError
 from .headers import TensorHeader
 
 PATCH_SIZE = (1, 2, 2)
@@ -58,7 +59,7 @@ def config_from_headers(headers: Mapping[str, TensorHeader], **attention: Any) -
         f"num_{kind}_blocks": _count(f"{kind}_transformer_blocks", headers, problems) for kind in ("text", "visual")
     }
     if problems:
-        raise ValueError(f"{_file_of(headers)}: the shapes tell no config: " + "; ".join(problems))
+        raise CheckpointError(f"{_file_of(headers)}: the shapes tell no config: " + "; ".join(problems))
     sizes = {key: headers[name].shape[axis] for key, (name, axis) in _SIZES.items()}
     return {
         **sizes,
@@ -80,7 +81,7 @@ def _require_tensors(headers: Mapping[str, TensorHeader]) -> None:
     looked_for = ", ".join(f"{name} with {_AXES[name]} axes" for name in missing)
     example = f", such as {next(iter(headers))}" if headers else ""
     hint = "; it is a LoRA, which load_lora_weights reads" if any("lora_" in name for name in headers) else ""
-    raise ValueError(
+    raise CheckpointError(
         f"{_file_of(headers)} is no transformer of Kandinsky 5: looked for {looked_for}; it holds {len(headers)} "
         f"tensors{example}{hint}"
     )

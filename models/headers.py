@@ -12,6 +12,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from ..configs.errors import CheckpointError, NotFoundError
+
 _LFS_POINTER = b"version https://git-lfs"
 
 DIFFUSERS_WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -65,7 +67,7 @@ def read_headers(files: Sequence[Path]) -> dict[str, TensorHeader]:
         with _open(file, "np") as weights:  # numpy: needs no torch, and maps a file of any size read-only
             for name in weights.keys():  # noqa: SIM118  (safe_open is not iterable)
                 if name in headers:
-                    raise ValueError(f"{name} is in {headers[name].file} and in {file}")
+                    raise CheckpointError(f"{name} is in {headers[name].file} and in {file}")
                 tensor = weights.get_slice(name)
                 headers[name] = TensorHeader(file, tensor.get_dtype(), tuple(tensor.get_shape()))
     return headers
@@ -82,21 +84,21 @@ def weight_files(folder: Path, weights: str = DIFFUSERS_WEIGHTS) -> list[Path]:
     if (folder / weights).is_file():
         return [folder / weights]
     if not index.is_file():
-        raise FileNotFoundError(f"{folder} has neither {weights} nor {index.name}")
+        raise NotFoundError(f"{folder} has neither {weights} nor {index.name}")
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{index} cannot be read: {error}") from error
+        raise CheckpointError(f"{index} cannot be read: {error}") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise ValueError(f"{index} has no weight_map from tensors to shards")
+        raise CheckpointError(f"{index} has no weight_map from tensors to shards")
     shards = sorted(set(weight_map.values()))
     outside = [shard for shard in shards if Path(shard).name != shard]
     if outside:
-        raise ValueError(f"{index} names {', '.join(outside)}; shards lie beside their index")
+        raise CheckpointError(f"{index} names {', '.join(outside)}; shards lie beside their index")
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
-        raise FileNotFoundError(f"{index} names shards that are missing: {', '.join(missing)}")
+        raise NotFoundError(f"{index} names shards that are missing: {', '.join(missing)}")
     return [folder / shard for shard in shards]
 
 
@@ -147,5 +149,5 @@ def _open(file: Path, framework: str) -> Iterator[Any]:
     except SafetensorError as error:
         with file.open("rb") as content:
             if content.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise ValueError(f"{file} only points to the weights; `git lfs pull` fetches them") from error
-        raise ValueError(f"{file} is cut short or damaged: {error}; download it again") from error
+                raise CheckpointError(f"{file} only points to the weights; `git lfs pull` fetches them") from error
+        raise CheckpointError(f"{file} is cut short or damaged: {error}; download it again") from error

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..configs.errors import ArgumentError, CheckpointError, DtypeError
 from .headers import TensorHeader, differences, impossible_counts, open_weights, read_headers, weight_files
 
 if TYPE_CHECKING:
@@ -85,16 +86,16 @@ def build_on_meta(
             floating point; a message about a shape has both.
     """
     if problems := impossible_counts(config, headers):
-        raise ValueError(f"the weights in {source} do not fit their config: " + "; ".join(problems))
+        raise CheckpointError(f"the weights in {source} do not fit their config: " + "; ".join(problems))
     try:
         with torch.device("meta"):
             model = cls(**config)
     except (TypeError, RuntimeError, OverflowError) as error:  # a size that is no number, or is beyond any
-        raise ValueError(f"the config of {source} cannot be built: {error}") from error
+        raise CheckpointError(f"the config of {source} cannot be built: {error}") from error
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if problems := differences(expected, headers):
         shown = "; ".join(problems[:5])
-        raise ValueError(f"the weights in {source} do not fit their config in {len(problems)} tensors: {shown}")
+        raise CheckpointError(f"the weights in {source} do not fit their config in {len(problems)} tensors: {shown}")
     return model
 
 
@@ -106,7 +107,7 @@ def checked_dtype(torch_dtype: torch.dtype | None) -> torch.dtype:
     """
     dtype = torch.float32 if torch_dtype is None else torch_dtype
     if dtype not in DTYPES:
-        raise ValueError(f"torch_dtype {dtype!r}: {', '.join(map(str, DTYPES))} are supported")
+        raise DtypeError(f"torch_dtype {dtype!r}: {', '.join(map(str, DTYPES))} are supported")
     return dtype
 
 
@@ -120,7 +121,9 @@ def read_config(path: Path, cls: type[Kandinsky5Transformer]) -> dict[str, Any]:
     config = {key: value for key, value in json.loads(path.read_text("utf-8")).items() if not key.startswith("_")}
     unknown = sorted(set(config) - cls._get_init_keys(cls))
     if unknown:
-        raise ValueError(f"{path}: unknown keys {', '.join(unknown)}; this is no config of a Kandinsky 5 transformer")
+        raise CheckpointError(
+            f"{path}: unknown keys {', '.join(unknown)}; this is no config of a Kandinsky 5 transformer"
+        )
     return config
 
 
@@ -144,7 +147,7 @@ def _local_folder(source: str | os.PathLike, subfolder: str | None, **kwargs: An
         if name not in IMPLIED_ARGUMENTS or value not in IMPLIED_ARGUMENTS[name]:
             known = IMPLIED_ARGUMENTS.get(name)
             rule = f"only {' or '.join(map(repr, known))} is supported" if known else "no such argument"
-            raise ValueError(f"Kandinsky5Transformer.from_pretrained: {name}={value!r}: {rule}")
+            raise ArgumentError(f"Kandinsky5Transformer.from_pretrained: {name}={value!r}: {rule}")
     if not os.path.isdir(source):
         from huggingface_hub import snapshot_download
 

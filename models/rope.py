@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..configs.errors import SettingsError
+
 MAX_POSITIONS = 128
 """Positions per video axis that the published models know (checkpoints.md): 509 frames, 2048 pixels."""
 
@@ -44,7 +46,7 @@ def rope_3d(
         ValueError: if an axis is longer than 128 positions.
     """
     if max(visual_shape) > MAX_POSITIONS:
-        raise ValueError(
+        raise SettingsError(
             f"{visual_shape} tokens (frames, rows, columns): at most {MAX_POSITIONS} positions an axis are known, "
             "that is 509 frames and 2048 pixels"
         )

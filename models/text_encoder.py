@@ -17,6 +17,8 @@ from transformers import (
 )
 from transformers.quantizers.auto import AutoQuantizationConfig
 
+from ..configs.errors import ArgumentError, CheckpointError, DtypeError
+
 # transformers strips or adds the base prefix "model." by itself; the newer layout nests one level deeper.
 _KEY_MAPPING = {r"^model\.language_model\.": ""}
 _CONFIG_KWARGS = (
@@ -64,7 +66,7 @@ class QwenTextEncoder(Qwen2_5_VLTextModel):
                 than is asked for, or not by bitsandbytes.
         """
         if use_safetensors is False:
-            raise ValueError("use_safetensors=False: only safetensors files are read, leave the argument out")
+            raise ArgumentError("use_safetensors=False: only safetensors files are read, leave the argument out")
         text_config = _text_config(config or pretrained_model_name_or_path, kwargs)
         _check_quantization(text_config, quantization_config, pretrained_model_name_or_path)
         loaded: Any = super().from_pretrained(
@@ -91,7 +93,7 @@ def _text_config(source: PreTrainedConfig | str | PathLike, kwargs: dict[str, An
         source = AutoConfig.from_pretrained(source, trust_remote_code=False, **hub_kwargs)
     text_config = source.get_text_config()
     if not isinstance(text_config, Qwen2_5_VLTextConfig):
-        raise ValueError(f"the text encoder's config is of type {source.model_type!r}; qwen2_5_vl is needed")
+        raise CheckpointError(f"the text encoder's config is of type {source.model_type!r}; qwen2_5_vl is needed")
     if text_config is not source and hasattr(source, "quantization_config"):
         text_config = copy.deepcopy(text_config)  # the config of the whole says how its parts are stored
         text_config.quantization_config = source.quantization_config
@@ -108,12 +110,12 @@ def _check_quantization(
     if isinstance(stored, dict):
         stored = AutoQuantizationConfig.from_dict(stored)
     if not isinstance(stored, BitsAndBytesConfig):
-        raise ValueError(
+        raise CheckpointError(
             f"the text encoder in {source} is quantised by {stored.quant_method.value}: only bitsandbytes' int8 and "
             "nf4 are read, and weights that are not quantised"
         )
     if asked is not None and asked.quantization_method() != stored.quantization_method():
-        raise ValueError(
+        raise DtypeError(
             f"the text encoder in {source} is stored as {stored.quantization_method()} and cannot become "
             f"{asked.quantization_method()}: leave quantization_config out, or take weights that are not quantised"
         )
@@ -130,7 +132,7 @@ def _refuse_what_does_not_fit(model: Qwen2_5_VLTextModel, info: dict[str, Any], 
     known = info["missing_keys"] | {name for name, _, _ in info["mismatched_keys"]}
     problems += [problem for name, problem in _quantisation_problems(model) if name not in known]
     if problems:
-        raise ValueError(f"the text encoder in {source} does not fit its config: " + "; ".join(problems))
+        raise CheckpointError(f"the text encoder in {source} does not fit its config: " + "; ".join(problems))
 
 
 def _quantisation_problems(model: Qwen2_5_VLTextModel) -> Iterator[tuple[str, str]]:

@@ -19,6 +19,7 @@ from torch import nn
 from ..attention.abstract import AttentionBackend, AttentionMetadata
 from ..attention.order import from_blocks, to_blocks
 from ..attention.registry import get_attention_backend
+from ..configs.errors import ArgumentError, BackendError, CheckpointError
 from .layers import OutLayer, TextBlock, TextEmbeddings, TimeEmbeddings, VisualBlock, VisualEmbeddings
 from .rope import Rope, rope_1d, rope_3d
 
@@ -103,7 +104,7 @@ class Kandinsky5Transformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
             ValueError: for anything but a dict: the inherited method reads pickle files, which can run code.
         """
         if not isinstance(pretrained_model_name_or_path_or_dict, dict):
-            raise ValueError("load_lora_adapter takes a state dict; pipe.load_lora_weights reads files")
+            raise ArgumentError("load_lora_adapter takes a state dict; pipe.load_lora_weights reads files")
         return super().load_lora_adapter(pretrained_model_name_or_path_or_dict, *args, **kwargs)
 
     def set_attention_backend(self, backend: str) -> None:
@@ -185,26 +186,28 @@ class Kandinsky5Transformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
     ) -> tuple[int, int, int]:
         """Return `(T, H, W)` in tokens."""
         if hidden_states.dim() != 5:
-            raise ValueError(f"hidden_states {tuple(hidden_states.shape)}: latents are [B, T, H, W, C], channels last")
+            raise ArgumentError(
+                f"hidden_states {tuple(hidden_states.shape)}: latents are [B, T, H, W, C], channels last"
+            )
         T, H, W, C = hidden_states.shape[1:]
         pt, ph, pw = self.config["patch_size"]
         if self.in_channels != C:
-            raise ValueError(f"hidden_states have {C} channels; this model reads {self.in_channels}")
+            raise ArgumentError(f"hidden_states have {C} channels; this model reads {self.in_channels}")
         if T % pt or H % ph or W % pw:
-            raise ValueError(f"latents of {T}x{H}x{W} do not divide into patches of {pt}x{ph}x{pw}")
+            raise ArgumentError(f"latents of {T}x{H}x{W} do not divide into patches of {pt}x{ph}x{pw}")
         visual_shape = (T // pt, H // ph, W // pw)
         if attn_metadata is None:
             return visual_shape
         backend = self._attention_backend
         # The exact class: under a dense backend a subclass that asks for sparsity would be ignored.
         if type(attn_metadata) is not backend.get_metadata_cls():
-            raise ValueError(
+            raise BackendError(
                 f"attention backend {backend.get_name()} reads {backend.get_metadata_cls().__name__}, "
                 f"not {type(attn_metadata).__name__}; build it with {backend.get_builder_cls().__name__}"
             )
         expected = getattr(attn_metadata, "visual_shape", visual_shape)
         if tuple(expected) != visual_shape:
-            raise ValueError(f"the attention metadata is for {expected} tokens, the latents have {visual_shape}")
+            raise BackendError(f"the attention metadata is for {expected} tokens, the latents have {visual_shape}")
         return visual_shape
 
     @classmethod
@@ -268,4 +271,4 @@ def _check_config(config: Any) -> None:
     if config.attention_type == "nabla" and config.attention_method not in (None, "topcdf"):
         reasons.append(f"attention_method {config.attention_method!r} must be 'topcdf'")
     if reasons:
-        raise ValueError("this transformer config cannot be built: " + "; ".join(reasons))
+        raise CheckpointError("this transformer config cannot be built: " + "; ".join(reasons))

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2ForCausalLM
 
+from ..configs.errors import CheckpointError
 from .headers import TRANSFORMERS_WEIGHTS, TensorHeader, open_weights, read_headers, weight_files
 from .text_encoder import QwenTextEncoder
 
@@ -42,19 +43,19 @@ def find_head(folder: Path) -> tuple[str, TensorHeader]:
 
     Raises:
         FileNotFoundError: if the folder has no weights.
-        ValueError: if there is no head, or it is not stored as plain numbers `[V, D]`.
+        CheckpointError: if there is no head, or it is not stored as plain numbers `[V, D]`.
     """
     headers = read_headers(weight_files(folder, TRANSFORMERS_WEIGHTS))
     embeddings = next(filter(_EMBEDDINGS.match, headers), None)
     name = _HEAD if _HEAD in headers else embeddings
     if embeddings is None or name is None or (name == embeddings and not _is_tied(folder)):
-        raise ValueError(
+        raise CheckpointError(
             f"the text encoder in {folder} can read but not write: it was saved without its output head ({_HEAD}); "
             "take it as it was published"
         )
     head, wanted = headers[name], headers[embeddings].shape
     if not head.floating or head.shape != wanted:
-        raise ValueError(
+        raise CheckpointError(
             f"the text encoder in {folder} has an output head of {head.dtype} {list(head.shape)}, not of floating "
             f"point numbers {list(wanted)}; take it as it was published"
         )

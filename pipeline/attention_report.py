@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..attention import NablaAttentionImpl, NablaAttentionMetadata
+from ..configs.errors import BackendError, SettingsError
 from ..models.layers import VisualBlock
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def report_of(records: Sequence[AttentionRecord]) -> dict[str, Any]:
         ValueError: if nothing was recorded.
     """
     if not records:
-        raise ValueError("no attention was recorded: only NABLA is, with its metadata")
+        raise BackendError("no attention was recorded: only NABLA is, with its metadata")
     by_step: dict[tuple[int, int], list[AttentionRecord]] = defaultdict(list)
     for record in records:
         by_step[record.layer, record.step].append(record)
@@ -274,7 +275,7 @@ def _check_choice(choice: MapChoice, transformer: Kandinsky5Transformer) -> None
     sizes = {"layer": config["num_visual_blocks"], "head": config["model_dim"] // sum(config["axes_dims"])}
     for name, size in sizes.items():
         if not 0 <= getattr(choice, name) < size:
-            raise ValueError(f"block map of {name} {getattr(choice, name)}: there are {size}, from 0 to {size - 1}")
+            raise SettingsError(f"block map of {name} {getattr(choice, name)}: there are {size}, from 0 to {size - 1}")
 
 
 def _sums(records: Sequence[AttentionRecord]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..configs.errors import PromptError, RequestError, SettingsError, UserError
+
 if TYPE_CHECKING:
     from ..configs import Preset
 
@@ -35,14 +37,14 @@ def prompt_list(prompt: object, name: str = "prompt") -> list[str]:
     """
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, (list, tuple)):
-        raise ValueError(f"{name} {prompt!r}: must be a text or a list of texts, not {type(prompt).__name__}")
+        raise PromptError(f"{name} {prompt!r}: must be a text or a list of texts, not {type(prompt).__name__}")
     if not prompts:
-        raise ValueError(f"the list of {name}s is empty: give at least one (an empty text is allowed)")
+        raise PromptError(f"the list of {name}s is empty: give at least one (an empty text is allowed)")
     for text in prompts:
         if not isinstance(text, str):
-            raise ValueError(f"a {name} must be a text, not {type(text).__name__}: {text!r}")
+            raise PromptError(f"a {name} must be a text, not {type(text).__name__}: {text!r}")
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise ValueError(f"a {name} is no valid text (it holds bytes that are not UTF-8): {text!r}")
+            raise PromptError(f"a {name} is no valid text (it holds bytes that are not UTF-8): {text!r}")
     return list(prompts)
 
 
@@ -50,24 +52,35 @@ class Report:
     """Collects problems, so that a user sees all of them at once."""
 
     def __init__(self) -> None:
-        self.problems: list[str] = []
+        self.problems: list[UserError] = []
 
-    def add(self, problems: Iterable[str]) -> None:
-        """Add sentences."""
+    def add(self, kind: type[UserError], sentences: Iterable[str]) -> None:
+        """Add a problem of a kind for each sentence."""
+        self.extend(kind(sentence) for sentence in sentences)
+
+    def extend(self, problems: Iterable[UserError]) -> None:
+        """Add problems."""
         self.problems.extend(problems)
 
     def attempt(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """Return what the function returns; where it raises a ValueError, add its message and return None."""
+        """Return what the function returns; where it raises a `UserError`, add that and return None.
+
+        A ValueError of a library becomes a `RequestError` of the same message.
+        """
         try:
             return function(*args, **kwargs)
+        except UserError as error:
+            self.problems.append(error.with_traceback(None))  # whose frames would be kept with all they hold
         except ValueError as error:
-            self.problems.append(str(error))
-            return None
+            self.problems.append(RequestError(str(error)))
+        return None
 
     def raise_if_any(self) -> None:
-        """Raise one ValueError that lists all problems, if there are any."""
-        if self.problems:
-            raise ValueError("; ".join(self.problems))
+        """Raise one error that lists all problems, if there are any: of their kind, or a `RequestError` of several."""
+        kinds = {type(problem) for problem in self.problems}
+        if kinds:
+            kind = kinds.pop() if len(kinds) == 1 else RequestError
+            raise kind("; ".join(map(str, self.problems)))
 
 
 @dataclass(frozen=True)
@@ -174,11 +187,13 @@ def frames_of_duration(geometry: Geometry, seconds: float, fps: float) -> int:
     """
     frames = seconds * fps + 1
     if not math.isfinite(frames) or frames < 1:
-        raise ValueError(f"duration {seconds!r}: must be 0 or more seconds")
+        raise SettingsError(f"duration {seconds!r}: must be 0 or more seconds")
     legal = _legal_frames(geometry, frames)
     if all(abs(frames - count) > 1e-6 for count in legal):
         nearest = " and ".join(f"{(count - 1) / fps:g} s ({count} frames)" for count in legal)
-        raise ValueError(f"duration {seconds:g} s: makes {frames:g} frames at {fps:g} fps; the nearest are {nearest}")
+        raise SettingsError(
+            f"duration {seconds:g} s: makes {frames:g} frames at {fps:g} fps; the nearest are {nearest}"
+        )
     return round(frames)
 
 

@@ -12,6 +12,8 @@ from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
+from ..configs.errors import OutputError, VideoError
+
 MAX_CRF = 51
 """The worst quality of x264 and x265; 0 is the best, and lossless (in yuv420p) for x264."""
 
@@ -62,7 +64,7 @@ class Codec:
         works = path.with_suffix(self.suffix) if path.name else Path(f"video{self.suffix}")
         message = f"the video's name must {wanted}, got {path.name!r}: {works} works for codec {self.name!r}"
         others = [codec.name for codec in CODECS.values() if path.suffix and codec.suffix == path.suffix.lower()]
-        raise ValueError(message + (f", {path} for {' and '.join(map(repr, others))}" if others else ""))
+        raise OutputError(message + (f", {path} for {' and '.join(map(repr, others))}" if others else ""))
 
     def quality(self, crf: int | None) -> int | None:
         """Return the crf to encode with, where None asks for the default; None where the codec has no such choice.
@@ -73,9 +75,9 @@ class Codec:
             return self.default_crf
         if self.default_crf is None:
             takers = " and ".join(codec.name for codec in CODECS.values() if codec.default_crf is not None)
-            raise ValueError(f"crf {crf!r}: codec {self.name!r} has no such quality; leave it out ({takers} take it)")
+            raise VideoError(f"crf {crf!r}: codec {self.name!r} has no such quality; leave it out ({takers} take it)")
         if isinstance(crf, bool) or not isinstance(crf, int) or not 0 <= crf <= MAX_CRF:
-            raise ValueError(f"crf {crf!r}: must be a whole number from 0 to {MAX_CRF}; {self.default_crf} works")
+            raise VideoError(f"crf {crf!r}: must be a whole number from 0 to {MAX_CRF}; {self.default_crf} works")
         return crf
 
     def rate(self, fps: float | Fraction) -> Fraction:
@@ -86,7 +88,7 @@ class Codec:
         rate = Fraction(float(fps)).limit_denominator(1001) if math.isfinite(fps) else Fraction(0)
         if not self.min_fps <= rate <= self.max_fps:
             within = f"from {self.min_fps} to {self.max_fps} with codec {self.name!r}"
-            raise ValueError(f"fps must be a number {within}, got {fps}")
+            raise VideoError(f"fps must be a number {within}, got {fps}")
         return rate
 
     def check_size(self, height: int, width: int) -> None:
@@ -96,7 +98,7 @@ class Codec:
             return
         numbers = "even numbers" if self.size_step == 2 else "numbers"
         sizes = ", ".join(f"{h}x{w}" for h, w in product(heights, widths))
-        raise ValueError(
+        raise VideoError(
             f"the frames are {height}x{width} (height x width); codec {self.name!r} needs {numbers} of at least "
             f"{self.min_size}: {sizes} would work"
         )
@@ -170,7 +172,7 @@ class VideoInfo:
 def find_codec(name: str) -> Codec:
     """Return the codec of this name; ValueError, with all names, where there is none."""
     if name not in CODECS:
-        raise ValueError(f"codec {name!r} is not known; {', '.join(CODECS)} are")
+        raise VideoError(f"codec {name!r} is not known; {', '.join(CODECS)} are")
     return CODECS[name]
 
 
@@ -179,8 +181,8 @@ def check_comment(comment: str | None) -> None:
     if comment is None:
         return
     if not comment:
-        raise ValueError("the comment is empty, which a video does not tell from no comment; leave it out")
+        raise VideoError("the comment is empty, which a video does not tell from no comment; leave it out")
     if "\0" in comment:
-        raise ValueError(f"the comment holds a NUL character at position {comment.index(chr(0))}; leave that out")
+        raise VideoError(f"the comment holds a NUL character at position {comment.index(chr(0))}; leave that out")
     if any("\ud800" <= character <= "\udfff" for character in comment):
-        raise ValueError(f"the comment is no valid text (it holds bytes that are not UTF-8): {comment!r}")
+        raise VideoError(f"the comment is no valid text (it holds bytes that are not UTF-8): {comment!r}")

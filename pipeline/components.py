@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
+from ..configs.errors import CheckpointError
+
 PUBLISHED_PIPELINE = "Kandinsky5T2VPipeline"
 OUR_PIPELINE = "Kandinsky5NablaPipeline"
 
@@ -55,7 +57,7 @@ def to_loaders(index: dict[str, Any]) -> dict[str, Any]:
     """
     pipeline = index.get("_class_name")
     if pipeline not in (PUBLISHED_PIPELINE, OUR_PIPELINE):
-        raise ValueError(f"model_index.json is of a {pipeline}; a {PUBLISHED_PIPELINE} is needed")
+        raise CheckpointError(f"model_index.json is of a {pipeline}; a {PUBLISHED_PIPELINE} is needed")
     problems, loaders = _unknown_components(index), {}
     for component, known in LOADERS.items():
         named = index.get(component)
@@ -69,7 +71,7 @@ def to_loaders(index: dict[str, Any]) -> dict[str, Any]:
             allowed = " or ".join(".".join(name) for name in known)
             problems.append(f"{component} is a {'.'.join(map(str, named))}, only {allowed} is loaded")
     if problems:
-        raise ValueError("model_index.json cannot be loaded: " + "; ".join(problems))
+        raise CheckpointError("model_index.json cannot be loaded: " + "; ".join(problems))
     return {**index, **loaders}
 
 

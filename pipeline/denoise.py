@@ -9,6 +9,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,8 @@ from ..attention import (
     sta_mask,
 )
 from ..attention.order import tile_grid
-from .latents import require_finite
+from ..configs.errors import ArgumentError, BackendError, SettingsError
+from .latents import first_not_finite, not_finite
 from .text import TextEmbeddings
 
 if TYPE_CHECKING:
@@ -77,14 +79,18 @@ def denoise(
         fp32 `[B, T, H, W, C]`, at sigma 0, or where `on_step_end` stopped the loop.
 
     Raises:
-        ValueError: if the latents stop being finite; the message names the step.
+        NotFiniteError: if the latents stop being finite; the message names the step and, where it can be found, the
+            layer.
     """
     for step in range(first_step, len(sigmas) - 1):
         if attn_metadata is not None:
             attn_metadata = dataclasses.replace(attn_metadata, current_timestep=step)
-        velocity = guided_velocity(transformer, latents, sigmas[step], guidance, scale_factor, attn_metadata)
-        latents = latents + (sigmas[step + 1] - sigmas[step]) * velocity
-        require_finite(latents, f"after step {step + 1} of {len(sigmas) - 1}", transformer.dtype)
+        predict = partial(guided_velocity, transformer, latents, sigmas[step], guidance, scale_factor, attn_metadata)
+        latents = latents + (sigmas[step + 1] - sigmas[step]) * predict()
+        if not torch.isfinite(latents).all():
+            where = first_not_finite(transformer, predict)
+            when = f"after step {step + 1} of {len(sigmas) - 1}{f' (first in {where})' if where else ''}"
+            raise not_finite(when, transformer.dtype)
         if on_step_end is not None:
             answer = on_step_end(step, latents, guidance)
             if answer is None:
@@ -100,9 +106,9 @@ def check_first_step(first_step: int, steps: int, latents: torch.Tensor | None) 
         ValueError: if it is no whole number from 0 to `steps`, or above 0 without latents.
     """
     if not isinstance(first_step, numbers.Integral) or isinstance(first_step, bool) or not 0 <= first_step <= steps:
-        raise ValueError(f"first_step {first_step!r}: must be a whole number from 0 to the {steps} steps of the run")
+        raise SettingsError(f"first_step {first_step!r}: must be a whole number from 0 to the {steps} steps of the run")
     if first_step > 0 and latents is None:
-        raise ValueError(f"first_step {first_step}: needs latents=, as they were after {first_step} steps")
+        raise ArgumentError(f"first_step {first_step}: needs latents=, as they were after {first_step} steps")
 
 
 def guided_velocity(
@@ -169,7 +175,7 @@ def make_attention_metadata(
 def _window(config: Any) -> tuple[int, int, int]:
     window = (config["attention_wT"], config["attention_wH"], config["attention_wW"])
     if None in window:
-        raise ValueError(
+        raise BackendError(
             "NABLA needs the window attention_wT, attention_wH, attention_wW of the checkpoint's config, which has "
             f"{window}: this checkpoint was trained with dense attention; use the backend SDPA"
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..configs.errors import EmbedsError
 from .checks import prompt_list
 from .text import TextEmbeddings
 
@@ -46,23 +47,23 @@ class GivenText:
         if self.prompt is None:
             return self._embeddings(text_dim, pooled_dim) if embedded else None
         if embedded:
-            raise ValueError(f"give {self.prefix}prompt or {self.prefix}prompt_embeds, not both")
+            raise EmbedsError(f"give {self.prefix}prompt or {self.prefix}prompt_embeds, not both")
         return prompt_list(self.prompt, f"{self.prefix}prompt")
 
     def _embeddings(self, text_dim: int, pooled_dim: int) -> TextEmbeddings:
         name, embeds, pooled = self.prefix, self.prompt_embeds, self.pooled
         if embeds is None or pooled is None:
-            raise ValueError(f"{name}prompt_embeds and {name}pooled_prompt_embeds come together: give both")
+            raise EmbedsError(f"{name}prompt_embeds and {name}pooled_prompt_embeds come together: give both")
         if embeds.dim() != 3 or embeds.shape[-1] != text_dim or not embeds.numel():
-            raise ValueError(f"{name}prompt_embeds {tuple(embeds.shape)}: must be [B, L, {text_dim}]")
+            raise EmbedsError(f"{name}prompt_embeds {tuple(embeds.shape)}: must be [B, L, {text_dim}]")
         B, L, _ = embeds.shape
         if tuple(pooled.shape) != (B, pooled_dim):
-            raise ValueError(f"{name}pooled_prompt_embeds {tuple(pooled.shape)}: must be [{B}, {pooled_dim}]")
+            raise EmbedsError(f"{name}pooled_prompt_embeds {tuple(pooled.shape)}: must be [{B}, {pooled_dim}]")
         mask = torch.ones(B, L, dtype=torch.bool, device=embeds.device) if self.mask is None else self.mask.bool()
         if tuple(mask.shape) != (B, L):
-            raise ValueError(f"{name}prompt_embeds_mask {tuple(mask.shape)}: must be [{B}, {L}]")
+            raise EmbedsError(f"{name}prompt_embeds_mask {tuple(mask.shape)}: must be [{B}, {L}]")
         if not mask.any(dim=1).all():
-            raise ValueError(f"{name}prompt_embeds_mask: every prompt needs at least one real token")
+            raise EmbedsError(f"{name}prompt_embeds_mask: every prompt needs at least one real token")
         return TextEmbeddings(embeds, mask, pooled)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..configs.errors import EmbedsError, NotFoundError
 from .embeddings import for_transformer
 from .files import complete_file
 from .text import TextEmbeddings, clean_prompt
@@ -128,7 +129,7 @@ def save_embeds(
     rows = texts.rows()
     problems = ["there is no prompt"] if not texts.prompts else _row_problems(rows)
     if problems:
-        raise ValueError(f"these embeddings cannot be saved to {path}: " + "; ".join(problems))
+        raise EmbedsError(f"these embeddings cannot be saved to {path}: " + "; ".join(problems))
     tensors = {
         f"{name}.{part}": getattr(row, part).detach().contiguous()
         for name, embeds in rows.items()
@@ -162,13 +163,13 @@ def load_embeds(path: str | os.PathLike) -> EmbedsFile:
 
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file of embeddings {path}")
+        raise NotFoundError(f"there is no file of embeddings {path}")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = _metadata(path, file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is not iterable)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is cut short or damaged, or holds no embeddings: {error}") from error
+        raise EmbedsError(f"{path} is cut short or damaged, or holds no embeddings: {error}") from error
     texts = _texts(path, metadata, tensors)
     return EmbedsFile(path, texts, *(metadata[name] for name in ("model", "revision", "dtype", "package")))
 
@@ -187,7 +188,7 @@ def check_fits(embeds: EmbedsFile, transformer_config: Mapping[str, Any]) -> Non
     found = (row.prompt_embeds.shape[-1], row.pooled.shape[-1])
     wanted = tuple(transformer_config.get(name, width) for name, width in PUBLISHED_WIDTHS.items())
     if found != wanted:
-        raise ValueError(
+        raise EmbedsError(
             f"{embeds.path} has embeddings {found[0]} and {found[1]} wide, of {embeds.model}; this transformer reads "
             f"{wanted[0]} and {wanted[1]}: encode the prompts with its own text encoders"
         )
@@ -202,9 +203,9 @@ def _metadata(path: Path, written: Mapping[str, str]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             values[name] = None  # another program's
     if values.get("kind") != KIND:
-        raise ValueError(f"{path} holds no embeddings that were saved here; make such a file with --save-embeds")
+        raise EmbedsError(f"{path} holds no embeddings that were saved here; make such a file with --save-embeds")
     if values.get("version") != VERSION:
-        raise ValueError(
+        raise EmbedsError(
             f"{path} has the format {values.get('version')!r} (of kandinsky5-nabla {values.get('package')}), this "
             f"version reads {VERSION}: encode the prompts again"
         )
@@ -216,7 +217,7 @@ def _metadata(path: Path, written: Mapping[str, str]) -> dict[str, Any]:
     if not wrong and not (prompts and all(isinstance(p, str) for p in prompts) and len({*prompts}) == len(prompts)):
         wrong = ["prompts"]
     if wrong:
-        raise ValueError(
+        raise EmbedsError(
             f"{path} is damaged: its metadata has no readable {', '.join(wrong)}; encode the prompts again"
         )
     return values
@@ -234,7 +235,7 @@ def _texts(path: Path, metadata: Mapping[str, Any], tensors: dict[str, torch.Ten
         rows = {name: TextEmbeddings(*(tensors[f"{name}.{part}"] for part in _TENSORS)) for name in names}
         problems = _row_problems(rows)
     if problems:
-        raise ValueError(f"{path} is damaged: {'; '.join(problems)}; encode the prompts again")
+        raise EmbedsError(f"{path} is damaged: {'; '.join(problems)}; encode the prompts again")
     by_prompt = {prompt: rows[str(i)] for i, prompt in enumerate(prompts)}
     return EncodedTexts(by_prompt, None if negative is None else (negative, rows[_NEGATIVE]))
 

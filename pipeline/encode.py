@@ -12,8 +12,9 @@ from typing import IO
 
 import numpy as np
 
+from ..configs.errors import WriteError
 from .codecs import Codec, VideoInfo
-from .ffmpeg import run_ffmpeg
+from .ffmpeg import FfmpegError, run_ffmpeg
 from .frames_folder import write_frames
 from .gif import exact_delays
 
@@ -26,7 +27,7 @@ def encode(
 ) -> VideoInfo:
     """Write frames of one size, uint8 [H, W, 3], to `path`; return what it must now hold.
 
-    A GIF has its delays and comment yet to come (`finish_gif`). Raises FfmpegError where ffmpeg fails.
+    A GIF has its delays and comment yet to come (`finish_gif`). Raises WriteError where ffmpeg fails.
     """
     if not codec.encoder:
         return write_frames(frames, path, rate, comment)
@@ -45,11 +46,14 @@ def encode(
 def _feed(frames: Iterator[np.ndarray], arguments: list[str]) -> int:
     """Hand frames to ffmpeg as they come; return their number."""
     count = 0
-    with run_ffmpeg(arguments, stdin=subprocess.PIPE) as process:
-        for frame in frames:
-            count += 1
-            if not _send(frame, process.stdin):
-                break
+    try:
+        with run_ffmpeg(arguments, stdin=subprocess.PIPE) as process:
+            for frame in frames:
+                count += 1
+                if not _send(frame, process.stdin):
+                    break
+    except FfmpegError as error:
+        raise WriteError(str(error)) from error
     return count
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import GenerationConfig
 
+from ..configs.errors import ArgumentError
 from ..models.writer import QwenWriter, read_head
 from .checks import prompt_list
 from .lora_files import with_triggers
@@ -64,7 +65,7 @@ def expand_prompts(pipe: Kandinsky5NablaPipeline, prompts: str | Sequence[str]) 
     """
     prompts, encoder = prompt_list(prompts), pipe.text_encoder
     if encoder is None:
-        raise ValueError("this pipeline has no text encoder, which would expand the prompts")
+        raise ArgumentError("this pipeline has no text encoder, which would expand the prompts")
     texts = {prompt: prompt for prompt in prompts}
     short = [prompt for prompt in texts if _is_short(prompt)]
     if short:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ..configs.errors import NotFiniteError, VideoError, WriteError
 from .codecs import Codec, VideoInfo, check_comment, find_codec
 from .encode import encode
 from .files import complete_file
@@ -79,10 +80,10 @@ def export_video(
                 finish_gif(temporary, exact_delays(rate, written.num_frames), comment)
             found, kept = probe_video(temporary), read_comment(temporary)
         except ValueError as error:
-            raise RuntimeError(f"the video was not written completely (is the disk full?): {error}") from error
+            raise WriteError(f"the video was not written completely (is the disk full?): {error}") from error
         if (found, kept) != (written, comment):
             difference = f"{written} became {found}" if found != written else "its comment is not what was given"
-            raise RuntimeError(f"the video was not written completely (is the disk full?): {difference}")
+            raise WriteError(f"the video was not written completely (is the disk full?): {difference}")
     return path
 
 
@@ -94,21 +95,21 @@ def to_uint8(frame: Frame, name: str = "frame") -> np.ndarray:
     """
     if isinstance(frame, Image.Image):
         if frame.mode != "RGB":
-            raise ValueError(f"{name} is an image of mode {frame.mode}; frame.convert('RGB') works")
+            raise VideoError(f"{name} is an image of mode {frame.mode}; frame.convert('RGB') works")
         array = np.asarray(frame)
     elif isinstance(frame, torch.Tensor):
         array = _tensor_to_array(frame)
     elif isinstance(frame, np.ndarray):
         array = frame
     else:
-        raise ValueError(f"{name} is a {type(frame).__name__}; images, arrays and tensors work, one a frame")
+        raise VideoError(f"{name} is a {type(frame).__name__}; images, arrays and tensors work, one a frame")
     if array.ndim != 3 or array.shape[-1] != 3:
         layouts = "[H, W, 3]; a tensor may also be [3, H, W]"
-        raise ValueError(f"{name} has the shape {list(array.shape)}; it must be {layouts}")
+        raise VideoError(f"{name} has the shape {list(array.shape)}; it must be {layouts}")
     if np.issubdtype(array.dtype, np.floating):
         array = _float_to_uint8(array, name)
     if array.dtype != np.uint8:
-        raise ValueError(f"{name} has the dtype {array.dtype}; uint8 and floating point in 0..1 work")
+        raise VideoError(f"{name} has the dtype {array.dtype}; uint8 and floating point in 0..1 work")
     return np.ascontiguousarray(array)
 
 
@@ -123,9 +124,9 @@ def _tensor_to_array(frame: torch.Tensor) -> np.ndarray:
 
 def _float_to_uint8(array: np.ndarray, name: str) -> np.ndarray:
     if not np.isfinite(array).all():
-        raise ValueError(f"{name} holds values that are not finite (NaN or infinity)")
+        raise NotFiniteError(f"{name} holds values that are not finite (NaN or infinity)")
     if array.max() > 2 or array.min() < -1:  # far outside: 0..255 given as floats would all become white
-        raise ValueError(f"{name} holds floats from {array.min():g} to {array.max():g}; 0..1 is meant")
+        raise VideoError(f"{name} holds floats from {array.min():g} to {array.max():g}; 0..1 is meant")
     # In fp32 whatever the dtype: fp16 cannot tell 254.4 from 254.5, and one precision gives one file.
     return np.rint(array.clip(0, 1).astype(np.float32) * 255).astype(np.uint8)
 
@@ -135,20 +136,20 @@ def _checked_frames(frames: Iterable[Frame], num_frames: int | None, codec: Code
     size, count = None, 0
     for frame in frames:
         if count == num_frames:
-            raise ValueError(f"there are more than the {num_frames} frames asked for")
+            raise VideoError(f"there are more than the {num_frames} frames asked for")
         array = to_uint8(frame, f"frame {count}")
         height, width, _ = array.shape
         if size is None:
             size = height, width
             codec.check_size(height, width)
         if (height, width) != size:
-            raise ValueError(
+            raise VideoError(
                 f"frame {count} is {height}x{width} (height x width), the first is {size[0]}x{size[1]}; "
                 "all frames must have one size"
             )
         yield array
         count += 1
     if not count:
-        raise ValueError("there are no frames to write; a video has at least one")
+        raise VideoError("there are no frames to write; a video has at least one")
     if num_frames not in (None, count):
-        raise ValueError(f"there are {count} frames, {num_frames} were asked for")
+        raise VideoError(f"there are {count} frames, {num_frames} were asked for")

@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from ..configs.errors import NotFoundError, VideoError
+
 _DISK_FULL = 256 - errno.ENOSPC
 """ffmpeg's status is the last byte of a negative errno; its last line may be about what followed from that."""
 
@@ -29,14 +31,14 @@ def read(path: str | os.PathLike[str], *output: str) -> bytes:
     Raises FileNotFoundError for a missing file, ValueError for one that is no complete video.
     """
     if not os.path.exists(path):
-        raise FileNotFoundError(f"the video {path} does not exist")
+        raise NotFoundError(f"the video {path} does not exist")
     source = ["-xerror", "-i", f"file:{os.fspath(path)}"]
     try:
         with run_ffmpeg([*source, *output, "pipe:1"], stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             return process.stdout.read()
     except FfmpegError as error:
-        raise ValueError(f"{path} is not a complete video: {error}") from error
+        raise VideoError(f"{path} is not a complete video: {error}") from error
 
 
 @contextmanager

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..configs.errors import NotFoundError, TakenError
+
 
 @contextmanager
 def complete_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
@@ -16,13 +18,13 @@ def complete_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
     overwrite.
     """
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {path.parent} does not exist; create it first")
+        raise NotFoundError(f"the folder {path.parent} does not exist; create it first")
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; give the name of a file")
+        raise TakenError(f"{path} is a folder; give the name of a file")
     with suppress(FileNotFoundError):
         path.lstat()  # also refuses a name that is too long for the file system
         if not overwrite:
-            raise FileExistsError(f"{path} exists; choose another name or ask to overwrite it")
+            raise TakenError(f"{path} exists; choose another name or ask to overwrite it")
     temporary = path.with_name(f".{uuid.uuid4().hex}{path.suffix}")
     try:
         temporary.touch(exist_ok=False)
@@ -41,8 +43,8 @@ def _rename_to_free_name(source: Path, path: Path) -> None:
     """Give a file a name that must be free; unlike os.rename, never replace a file that appeared meanwhile."""
     try:
         os.link(source, path)
-    except FileExistsError:
-        raise
+    except FileExistsError as error:
+        raise TakenError(f"{path} appeared meanwhile and is kept; choose another name") from error
     except OSError:  # a file system without hard links: claim the name, then replace our own claim
         path.touch(exist_ok=False)
         try:

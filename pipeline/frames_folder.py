@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from ..configs.errors import NotFoundError, TakenError, VideoError
 from .codecs import VideoInfo
 
 METADATA = "metadata.json"
@@ -34,7 +35,7 @@ def complete_folder(path: Path, *, overwrite: bool) -> Iterator[Path]:
     written to. Of two writers of one name one fails, unless both overwrite.
     """
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {path.parent} does not exist; create it first")
+        raise NotFoundError(f"the folder {path.parent} does not exist; create it first")
     check_replaceable(path, overwrite=overwrite)
     temporary = _unused_name(path)
     try:
@@ -54,9 +55,9 @@ def check_replaceable(path: Path, *, overwrite: bool) -> None:
     if not _exists(path):
         return
     if not overwrite:
-        raise FileExistsError(f"{path} exists; choose another name or ask to overwrite it")
+        raise TakenError(f"{path} exists; choose another name or ask to overwrite it")
     if path.is_symlink() or not path.is_dir():
-        raise NotADirectoryError(f"{path} is not a folder; choose another name for a folder of frames")
+        raise TakenError(f"{path} is not a folder; choose another name for a folder of frames")
     _refuse_other_content(path, path)
 
 
@@ -96,11 +97,11 @@ def _metadata(folder: Path) -> dict[str, Any]:
     try:
         metadata = json.loads((folder / METADATA).read_text("utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"{folder} is not a complete video: it has no {METADATA}") from error
+        raise VideoError(f"{folder} is not a complete video: it has no {METADATA}") from error
     except ValueError as error:
-        raise ValueError(f"{folder} is not a complete video: its {METADATA} is damaged ({error})") from error
+        raise VideoError(f"{folder} is not a complete video: its {METADATA} is damaged ({error})") from error
     if not isinstance(metadata, dict):
-        raise ValueError(f"{folder} is not a complete video: its {METADATA} is no JSON object")
+        raise VideoError(f"{folder} is not a complete video: its {METADATA} is no JSON object")
     return metadata
 
 
@@ -110,7 +111,7 @@ def _info(folder: Path) -> VideoInfo:
         rate = Fraction(metadata["fps"])
         return VideoInfo(int(metadata["width"]), int(metadata["height"]), rate, int(metadata["num_frames"]))
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{folder} is not a complete video: its {METADATA} tells no size, rate or number") from error
+        raise VideoError(f"{folder} is not a complete video: its {METADATA} tells no size, rate or number") from error
 
 
 def _read_frame(folder: Path, index: int, info: VideoInfo) -> np.ndarray:
@@ -119,10 +120,10 @@ def _read_frame(folder: Path, index: int, info: VideoInfo) -> np.ndarray:
         with Image.open(path) as image:
             array = np.asarray(image)
     except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for a damaged PNG
-        raise ValueError(f"{folder} is not a complete video: {path.name} cannot be read ({error})") from error
+        raise VideoError(f"{folder} is not a complete video: {path.name} cannot be read ({error})") from error
     if array.shape != (info.height, info.width, 3):
         size = f"{info.height}x{info.width}"
-        raise ValueError(f"{folder} is not a complete video: {path.name} is no RGB image of {size} (height x width)")
+        raise VideoError(f"{folder} is not a complete video: {path.name} is no RGB image of {size} (height x width)")
     return array
 
 
@@ -153,7 +154,7 @@ def _refuse_other_content(folder: Path, name: Path) -> None:
     others = sorted(file for file, is_file in files.items() if file not in ours or not is_file)
     if others:
         named = ", ".join(others[:3]) + (" and more" if others[3:] else "")
-        raise FileExistsError(f"{name} holds {named} beside frames and is not replaced; choose another name")
+        raise TakenError(f"{name} holds {named} beside frames and is not replaced; choose another name")
 
 
 def _replace_folder(source: Path, path: Path) -> None:
@@ -178,5 +179,5 @@ def _rename_to_free_name(source: Path, path: Path) -> None:
         os.rename(source, path)
     except OSError as error:
         if _exists(path):
-            raise FileExistsError(f"{path} appeared meanwhile and is kept; choose another name") from error
+            raise TakenError(f"{path} appeared meanwhile and is kept; choose another name") from error
         raise

@@ -10,6 +10,8 @@ from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
+from ..configs.errors import VideoError
+
 MAGIC = b"GIF8"
 """How every GIF begins."""
 
@@ -55,7 +57,7 @@ def finish_gif(path: Path, delays: Sequence[int], comment: str | None) -> None:
     content = path.read_bytes()
     _, offsets = _timing(content, path)
     if len(offsets) != len(delays):
-        raise ValueError(f"{path} is not a complete video: it has {len(offsets)} frames instead of {len(delays)}")
+        raise VideoError(f"{path} is not a complete video: it has {len(offsets)} frames instead of {len(delays)}")
     with path.open("r+b") as file:
         for offset, delay in zip(offsets, delays, strict=True):
             file.seek(offset)
@@ -64,7 +66,7 @@ def finish_gif(path: Path, delays: Sequence[int], comment: str | None) -> None:
             file.seek(len(content) - 1)  # where the trailer is
             file.write(_comment_block(comment.encode()) + bytes([_TRAILER]))
     if read_gif(path) != GifTiming(tuple(delays), comment):
-        raise ValueError(f"{path} is not a complete video: its delays or its comment are not those that were written")
+        raise VideoError(f"{path} is not a complete video: its delays or its comment are not those that were written")
 
 
 def _comment_block(text: bytes) -> bytes:
@@ -85,9 +87,9 @@ def _timing(content: bytes, path: Path) -> tuple[GifTiming, list[int]]:
             elif label == _IMAGE:
                 frames += 1
     except (IndexError, ValueError) as error:
-        raise ValueError(f"{path} is not a complete video: its GIF blocks break off") from error
+        raise VideoError(f"{path} is not a complete video: its GIF blocks break off") from error
     if len(offsets) != frames:
-        raise ValueError(f"{path} has {frames} frames and {len(offsets)} delays; a GIF with a delay a frame works")
+        raise VideoError(f"{path} has {frames} frames and {len(offsets)} delays; a GIF with a delay a frame works")
     delays = tuple(int.from_bytes(content[offset : offset + 2], "little") for offset in offsets)
     return GifTiming(delays, comments[0] if comments else None), offsets
 
@@ -104,11 +106,11 @@ def _blocks(content: bytes) -> Iterator[tuple[int, int]]:
         elif content[position] == _IMAGE:
             label, start = _IMAGE, position + 11 + _palette_bytes(content[position + 9])  # ... and its code size
         else:
-            raise ValueError(f"no block begins with {content[position]:#x}")
+            raise VideoError(f"no block begins with {content[position]:#x}")
         yield label, start
         position = start + sum(1 + len(part) for part in _sub_blocks(content, start)) + 1
     if position + 1 != len(content):
-        raise ValueError("the file goes on after its end")
+        raise VideoError("the file goes on after its end")
 
 
 def _sub_blocks(content: bytes, position: int) -> Iterator[bytes]:

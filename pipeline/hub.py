@@ -17,11 +17,13 @@ from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..configs.errors import AccessError, ArgumentError, CheckpointError, DownloadError, NetworkError, RepositoryError
 from .files import complete_file
 from .hub_files import (
     MODEL_INDEX,
     PARTS,
     Part,
+    check_repo_id,
     hash_file,
     is_weights,
     needed_files,
@@ -126,14 +128,13 @@ def fetch(
     """
     from huggingface_hub import is_offline_mode
     from huggingface_hub.constants import HF_HUB_CACHE
-    from huggingface_hub.utils import validate_repo_id
 
-    validate_repo_id(repo_id)
+    check_repo_id(repo_id)
     cache = Path(HF_HUB_CACHE if cache_dir is None else cache_dir).expanduser().resolve()
     request = _Request(repo_id, revision, parts, tuple(files), cache, token, verify)
     if offline or is_offline_mode():
         if verify:
-            raise ValueError(f"{repo_id} cannot be verified offline: the record of its hashes is on the Hub")
+            raise ArgumentError(f"{repo_id} cannot be verified offline: the record of its hashes is on the Hub")
         return _find_in_cache(request)
     return _download(request, on_progress)
 
@@ -182,9 +183,9 @@ def _find_in_cache(request: _Request) -> Snapshot:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         what = f"{', '.join(missing)} of {request.repo_id} at commit {commit}"
-        raise FileNotFoundError(f"not in the cache {request.cache_dir}: {what}; {request.remedy}")
+        raise RepositoryError(f"not in the cache {request.cache_dir}: {what}; {request.remedy}")
     if wrong := wrong_sizes(folder, {name: sizes[name] for name in names if name in sizes}):
-        raise ValueError(f"{request.repo_id} in the cache {request.cache_dir}: {_listed(wrong)}; {request.remedy}")
+        raise CheckpointError(f"{request.repo_id} in the cache {request.cache_dir}: {_listed(wrong)}; {request.remedy}")
     _require_whole_weights(request, folder)
     return Snapshot(folder, request.repo_id, commit, tuple(names))
 
@@ -206,7 +207,7 @@ def _require_listed(request: _Request, folder: Path, names: Sequence[str], sizes
     lacking = [name for name in names if name not in sizes]
     if lacking:
         layout = "; a repository in the Diffusers layout has it, another cannot be used here"
-        raise FileNotFoundError(
+        raise RepositoryError(
             f"{request.repo_id} at commit {folder.name} on the Hub lacks {', '.join(lacking)}"
             f"{layout if MODEL_INDEX in lacking else '; another revision may have it'}"
         )
@@ -267,7 +268,9 @@ def _remove_and_raise(request: _Request, folder: Path, wrong: Mapping[str, str])
     for name in wrong:
         remove_cached(folder / name)
     if wrong:
-        raise ValueError(f"{request.repo_id}: {_listed(wrong)}; removed from the cache, run it again to fetch it anew")
+        raise CheckpointError(
+            f"{request.repo_id}: {_listed(wrong)}; removed from the cache, run it again to fetch it anew"
+        )
 
 
 def _require_whole_weights(request: _Request, folder: Path) -> None:
@@ -283,7 +286,7 @@ def _damage_named(request: _Request) -> Iterator[None]:
         yield
     except ValueError as error:
         check = f"`python scripts/download.py {request.repo_id} --verify` tells whether the Hub's copy is the same"
-        raise ValueError(f"{request.repo_id}: {error}; {check}, if so another revision may be whole") from error
+        raise CheckpointError(f"{request.repo_id}: {error}; {check}, if so another revision may be whole") from error
 
 
 def _listed(problems: Mapping[str, str]) -> str:
@@ -316,13 +319,13 @@ def _write_ref(request: _Request, commit: str) -> None:
 def _cached_commit(request: _Request) -> str:
     snapshots = request.storage / "snapshots"
     if not snapshots.is_dir():
-        raise FileNotFoundError(f"{request.repo_id} is not in the cache {request.cache_dir}; {request.remedy}")
+        raise RepositoryError(f"{request.repo_id} is not in the cache {request.cache_dir}; {request.remedy}")
     revision = request.revision or DEFAULT_BRANCH
     ref = request.storage / "refs" / revision
     commit = ref.read_text().strip() if ref.is_file() else revision
     if not (snapshots / commit).is_dir():
         others = ", ".join(sorted(path.name for path in snapshots.iterdir())) or "none"
-        raise FileNotFoundError(
+        raise RepositoryError(
             f"revision {revision} of {request.repo_id} is not in the cache {request.cache_dir}, "
             f"of its commits there are {others}; {request.remedy}"
         )
@@ -355,7 +358,7 @@ def _explained(what: str, revision: str | None) -> Iterator[None]:
         raise _explanation(error, what, revision) from error
 
 
-def _explanation(error: Exception, what: str, revision: str | None) -> OSError:
+def _explanation(error: Exception, what: str, revision: str | None) -> DownloadError:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -369,23 +372,21 @@ def _explanation(error: Exception, what: str, revision: str | None) -> OSError:
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     where = f" ({error.response.url})" if isinstance(error, HfHubHTTPError) else ""
     if isinstance(error, RevisionNotFoundError):
-        return FileNotFoundError(
-            f"the Hub has no revision {revision!r} of {what}; without one it is the default branch"
-        )
+        return RepositoryError(f"the Hub has no revision {revision!r} of {what}; without one it is the default branch")
     if isinstance(error, GatedRepoError):
-        return PermissionError(f"{what} is gated: accept its terms on its page, then set HF_TOKEN to a token of yours")
+        return AccessError(f"{what} is gated: accept its terms on its page, then set HF_TOKEN to a token of yours")
     if status in (401, 403):
-        return PermissionError(
+        return AccessError(
             f"the Hub refuses {what} (HTTP {status}): set HF_TOKEN to a token that may read it, and check the name: "
             "the Hub answers the same where there is no such repository"
         )
     if status == 404:
-        return FileNotFoundError(f"the Hub has no {what}{where}; check the name")
+        return RepositoryError(f"the Hub has no {what}{where}; check the name")
     if status is not None:
-        return ConnectionError(f"the Hub answers {what} with HTTP {status}{where}; try again, finished files are kept")
+        return NetworkError(f"the Hub answers {what} with HTTP {status}{where}; try again, finished files are kept")
     if isinstance(error, (HTTPError, ConnectionError, json.JSONDecodeError)):
-        return ConnectionError(
+        return NetworkError(
             f"the Hub cannot be reached for {what}: {error}; check the network and try again, finished files are "
             "kept; with --offline or HF_HUB_OFFLINE=1 the cache is used as it is"
         )
-    return OSError(f"{what} could not be fetched: {error}; try again, finished files are kept")
+    return DownloadError(f"{what} could not be fetched: {error}; try again, finished files are kept")

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ..configs.errors import ArgumentError, CheckpointError
 from ..models.headers import DIFFUSERS_WEIGHTS, TRANSFORMERS_WEIGHTS, read_headers, weight_files
 
 MODEL_INDEX = "model_index.json"
@@ -72,6 +73,16 @@ def needed_files(
     return list(dict.fromkeys(needed))
 
 
+def check_repo_id(repo_id: str) -> None:
+    """Raise an ArgumentError for what cannot be the id of a repository."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ArgumentError(str(error)) from error
+
+
 def is_weights(name: str) -> bool:
     """Whether it is a file of weights."""
     return name.endswith(".safetensors")
@@ -133,7 +144,7 @@ def _weights_of(folder: Path, beside: Collection[str], weights: str) -> list[str
         return [index]
     shards = _read_json(folder / index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-        raise ValueError(f"{folder / index} has no weight_map from tensors to shards")
+        raise CheckpointError(f"{folder / index} has no weight_map from tensors to shards")
     return [index, *sorted(set(shards.values()))]
 
 
@@ -141,7 +152,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise CheckpointError(f"{path} holds no JSON object")
     return content

@@ -1,14 +1,16 @@
-"""Latents: their shape, the noise they start from, and the check that they are finite.
+"""Latents: their shape, the noise they start from, and what to say of those that are not finite.
 
 Legend: B videos, T latent frames, H/W latent rows and columns, C channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from ..configs.errors import ArgumentError, NotFiniteError, SettingsError
 from .checks import Geometry
 
 
@@ -34,22 +36,22 @@ def make_generators(
             no whole number of 0 to 2**63 - 1.
     """
     if generator is not None and seed is not None:
-        raise ValueError("give a generator or a seed, not both")
+        raise ArgumentError("give a generator or a seed, not both")
     if seed is not None:
         if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= 2**63 - count:
-            raise ValueError(f"seed {seed!r}: must be a whole number from 0 to 2**63 - 1")
+            raise SettingsError(f"seed {seed!r}: must be a whole number from 0 to 2**63 - 1")
         return [torch.Generator("cpu").manual_seed(seed + i) for i in range(count)]
     if generator is None or isinstance(generator, torch.Generator):
         generators: list[torch.Generator | None] = [generator] * count
     elif isinstance(generator, (list, tuple)) and all(isinstance(one, torch.Generator) for one in generator):
         generators = [*generator]
     else:
-        raise ValueError(f"generator {generator!r}: must be a torch.Generator or a list of them")
+        raise ArgumentError(f"generator {generator!r}: must be a torch.Generator or a list of them")
     if len(generators) != count:
-        raise ValueError(f"{len(generators)} generators for {count} videos: give one, or one for each video")
+        raise ArgumentError(f"{len(generators)} generators for {count} videos: give one, or one for each video")
     for one in generators:
         if one is not None and one.device.type != "cpu":
-            raise ValueError(
+            raise ArgumentError(
                 f"a generator on {one.device}: noise is drawn on the CPU, so that a seed means the same on every "
                 'device; use torch.Generator("cpu") or seed='
             )
@@ -65,14 +67,39 @@ def draw_noise(shape: Sequence[int], generators: Sequence[torch.Generator | None
     return torch.stack([torch.randn(*shape, generator=generator, dtype=torch.float32) for generator in generators])
 
 
-def require_finite(latents: torch.Tensor, when: str, computed_in: torch.dtype | None = None) -> None:
-    """Raise a ValueError if the latents have a NaN or an infinity: decoding would give black frames.
+def first_not_finite(model: torch.nn.Module, call: Callable[[], Any]) -> str | None:
+    """Return the name of the first layer with a NaN or an infinity in its output when the model is called again.
+
+    None where there is none: the call is not what made them, or the layers are compiled into one piece.
+    """
+    found: list[str] = []
+
+    def look(name: str, output: Any) -> None:
+        tensors = output if isinstance(output, tuple) else (output,)
+        if not found and not all(torch.isfinite(each).all() for each in tensors if isinstance(each, torch.Tensor)):
+            found.append(name)
+
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output, name=name: look(name, output))
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        call()
+    except Exception:  # such as memory that runs out: the error that is on its way must not be lost
+        return None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return next(iter(found), None)
+
+
+def not_finite(when: str, computed_in: torch.dtype | None = None) -> NotFiniteError:
+    """Return the error of latents with a NaN or an infinity, of which decoding would make black frames.
 
     `computed_in` is the dtype of the model that made them, where it is known: it tells the likely cause.
     """
-    if torch.isfinite(latents).all():
-        return
     cause = "damaged weights, or a guidance scale or LoRA that is far too strong"
     if computed_in in (None, torch.float16):
         cause = f"float16, which ends at 65504 (try bfloat16 or float32), or {cause}"
-    raise ValueError(f"the latents {when} are not finite (NaN or infinity). Likely cause: {cause}")
+    return NotFiniteError(f"the latents {when} are not finite (NaN or infinity). Likely cause: {cause}")

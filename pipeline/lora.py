@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..configs.errors import ArgumentError, DependencyError, LoraError
 from .lora_files import (
     LoraRequest,
     find_lora,
@@ -47,7 +48,7 @@ def load_loras(pipe: LoraMixin, requests: Sequence[LoraRequest]) -> list[str]:
     """
     problems = lora_problems(requests, linear_layers(pipe.transformer))
     if problems:
-        raise ValueError("; ".join(problems))
+        raise LoraError("; ".join(map(str, problems)))
     names = []
     for request in requests:
         names.append(pipe.new_adapter_name())
@@ -91,11 +92,11 @@ class LoraMixin(_Loader):
         from safetensors.torch import load_file
 
         if hotswap or not kwargs.pop("use_safetensors", True):
-            raise ValueError("load_lora_weights: hotswap=True and use_safetensors=False are not supported")
+            raise ArgumentError("load_lora_weights: hotswap=True and use_safetensors=False are not supported")
         source, name = pretrained_model_name_or_path_or_dict, self.new_adapter_name(adapter_name)
         transformer = self._transformer_for("load_lora_weights")
         if any(p.is_floating_point() and p.element_size() == 1 for p in transformer.parameters()):
-            raise ValueError("the transformer is in fp8, and a LoRA would be cast to it too; load LoRAs first")
+            raise LoraError("the transformer is in fp8, and a LoRA would be cast to it too; load LoRAs first")
         if isinstance(source, dict):
             lora = lora_of_tensors(source)
         else:
@@ -173,9 +174,9 @@ class LoraMixin(_Loader):
         from torch.nn import ModuleDict
 
         if name in taken:
-            raise ValueError(f"adapter_name {name!r} is taken; taken are {', '.join(sorted(taken))}")
+            raise LoraError(f"adapter_name {name!r} is taken; taken are {', '.join(sorted(taken))}")
         if not re.fullmatch(r"[\w-]+", name) or hasattr(ModuleDict, name):
-            raise ValueError(f"adapter_name {name!r}: letters, digits, _ and - make a name, such as 'arc-left'")
+            raise LoraError(f"adapter_name {name!r}: letters, digits, _ and - make a name, such as 'arc-left'")
         return name
 
     @classmethod
@@ -190,7 +191,7 @@ class LoraMixin(_Loader):
         source = pretrained_model_name_or_path_or_dict
         wanted = bool(kwargs.pop("return_lora_metadata", False))
         if not kwargs.pop("use_safetensors", True):
-            raise ValueError("lora_state_dict: use_safetensors=False is not supported; pickle files can run code")
+            raise ArgumentError("lora_state_dict: use_safetensors=False is not supported; pickle files can run code")
         if isinstance(source, dict):
             return super().lora_state_dict(source, return_lora_metadata=wanted)
         file = find_lora(source, **kwargs)
@@ -203,7 +204,7 @@ class LoraMixin(_Loader):
             ValueError: if LoRAs are loaded, which the layout has no place for.
         """
         if any(_lora_layers(self.transformer)):
-            raise ValueError("LoRAs are loaded: unload_lora_weights() before saving, after fuse_lora() to keep them")
+            raise LoraError("LoRAs are loaded: unload_lora_weights() before saving, after fuse_lora() to keep them")
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def _triggers(self) -> dict[str, str]:
@@ -214,11 +215,11 @@ class LoraMixin(_Loader):
         from diffusers.utils import USE_PEFT_BACKEND
 
         if not USE_PEFT_BACKEND:
-            raise ValueError('LoRAs need peft: pip install "kandinsky5-nabla[lora]"')
+            raise DependencyError('LoRAs need peft: pip install "kandinsky5-nabla[lora]"')
         if hasattr(self.transformer, "_orig_mod"):  # diffusers' mixin passes over what is no ModelMixin
-            raise ValueError(f"{method}: torch.compile hides the transformer; use pipe.transformer.compile() instead")
+            raise LoraError(f"{method}: torch.compile hides the transformer; use pipe.transformer.compile() instead")
         if not fused and any(layer.merged for layer in _lora_layers(self.transformer)):
-            raise ValueError(f"{method}: LoRAs are fused; call unfuse_lora(), or unload_lora_weights() to keep them so")
+            raise LoraError(f"{method}: LoRAs are fused; call unfuse_lora(), or unload_lora_weights() to keep them so")
         return self.transformer
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..configs.errors import CheckpointError, LoraError, NotFoundError, UserError, kind_of
 from ..models.headers import open_weights, read_headers
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Lora:
             problems.append("nothing in it matches a layer")
         if problems:
             shown = [*problems[:5], *([f"and {len(problems) - 5} more"] if len(problems) > 5 else [])]
-            raise ValueError(f"{self.source} is no LoRA of this transformer: {'; '.join(shown)}")
+            raise LoraError(f"{self.source} is no LoRA of this transformer: {'; '.join(shown)}")
         return targets
 
     def _parts(self, linears: Mapping[str, tuple[int, int]], problems: list[str]) -> dict[str, dict[str, str]]:
@@ -159,10 +160,10 @@ def parse_lora(text: str) -> LoraRequest:
     scale = _number(number) if colon else None
     if scale is None:
         if path.endswith(".safetensors") or (path and not number.strip()):
-            raise ValueError(f"LoRA {text!r}: the scale {number!r} must be a finite number, such as 0.8")
+            raise LoraError(f"LoRA {text!r}: the scale {number!r} must be a finite number, such as 0.8")
         path, scale = text, 1.0
     if not path.strip() or not math.isfinite(scale):
-        raise ValueError(f"LoRA {text!r}: give FILE[:SCALE], a file's name and a finite number")
+        raise LoraError(f"LoRA {text!r}: give FILE[:SCALE], a file's name and a finite number")
     return LoraRequest(path, scale)
 
 
@@ -217,9 +218,9 @@ def find_lora(
     if path.is_dir():
         path = _lora_in(path / subfolder if subfolder else path, weight_name)
     if not path.is_file():
-        raise FileNotFoundError(f"LoRA {path}: there is no such file")
+        raise NotFoundError(f"LoRA {path}: there is no such file")
     if path.suffix != ".safetensors":
-        raise ValueError(f"LoRA {path}: only safetensors files are read; pickle files can run code")
+        raise LoraError(f"LoRA {path}: only safetensors files are read; pickle files can run code")
     return path
 
 
@@ -229,7 +230,10 @@ def read_lora(file: Path) -> Lora:
     Raises:
         ValueError: if the file is damaged, or the config is of something else than a plain LoRA.
     """
-    headers = read_headers([file])
+    try:
+        headers = read_headers([file])
+    except CheckpointError as error:
+        raise LoraError(str(error)) from error
     scalars = [key for key in headers if key.endswith(".alpha")]
     with open_weights(file) as weights:
         metadata = weights.metadata() or {}
@@ -266,14 +270,14 @@ def linear_layers(transformer: Any) -> dict[str, tuple[int, int]]:
     }
 
 
-def lora_problems(requests: Sequence[LoraRequest], linears: Mapping[str, tuple[int, int]]) -> list[str]:
+def lora_problems(requests: Sequence[LoraRequest], linears: Mapping[str, tuple[int, int]]) -> list[UserError]:
     """Return every reason why LoRAs cannot be loaded into a transformer with these linear layers."""
     problems = []
     for request in requests:
         try:
             read_lora(find_lora(request.path)).targets(linears)
-        except (ValueError, FileNotFoundError) as error:
-            problems.append(str(error))
+        except (UserError, ValueError, FileNotFoundError) as error:  # the Hub's client has its own
+            problems.append(kind_of(error, LoraError)(str(error)))
     return problems
 
 
@@ -301,9 +305,9 @@ def _lora_in(folder: Path, weight_name: str | None) -> Path:
     files = sorted(folder.glob("*.safetensors"))
     chosen = [file for file in files if file.name in WEIGHT_NAMES] or files
     if not chosen:
-        raise FileNotFoundError(f"LoRA {folder}: the folder holds no safetensors file")
+        raise NotFoundError(f"LoRA {folder}: the folder holds no safetensors file")
     if len(chosen) > 1:
-        raise ValueError(f"LoRA {folder}: give one file of {', '.join(file.name for file in chosen)}")
+        raise LoraError(f"LoRA {folder}: give one file of {', '.join(file.name for file in chosen)}")
     return chosen[0]
 
 
@@ -316,13 +320,13 @@ def _config(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         try:
             config = json.loads(text.read_text(encoding="utf-8") if isinstance(text, Path) else text)
         except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"{file}: {where} cannot be read: {error}") from error
+            raise LoraError(f"{file}: {where} cannot be read: {error}") from error
         if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
-            raise ValueError(f"{file}: {where} does not describe a plain LoRA")
+            raise LoraError(f"{file}: {where} does not describe a plain LoRA")
         config = {key.removeprefix("transformer."): value for key, value in config.items()}
         for name in ("rank_pattern", "alpha_pattern"):
             if not _are_patterns(config.get(name) or {}):
-                raise ValueError(f"{file}: {where} has the {name} {config[name]!r}; it must map patterns to numbers")
+                raise LoraError(f"{file}: {where} has the {name} {config[name]!r}; it must map patterns to numbers")
         return config
     return {}
 

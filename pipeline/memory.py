@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..configs.errors import MemoryPlanError, SettingsError
 from ..configs.tiles import Tile, next_smaller, vae_tiles
 from .sizes import BYTES, QUANTISED, Sizes
 
@@ -254,7 +255,7 @@ def choose(sizes: Sizes, run: Run, budget: float, offload: str = "auto") -> Memo
             return MemoryPlan(way, release, run, stages, budget)
     least = min(_needed(stages, run.device) for _, _, stages in ways)
     table = [_row(way, release, estimate(sizes, run, way, release), run) for way, release in _ways(run, "auto")]
-    raise ValueError(
+    raise MemoryPlanError(
         f"--offload {offload} needs {least / GB:.1f} GB, and {budget / GB:.1f} GB are free. In GB, with the margin: "
         f"{'; '.join(table)}. {remedy(sizes, run, budget, offload)}"
     )
@@ -266,7 +267,7 @@ def _ways(run: Run, offload: str) -> list[tuple[str, bool]]:
     ways = [way for way in possible if offload in ("auto", way[0])]
     if not ways:
         names = dict.fromkeys(["auto", *(way for way, _ in possible)])
-        raise ValueError(f"--offload {offload}: must be one of {', '.join(names)} on {run.device}")
+        raise SettingsError(f"--offload {offload}: must be one of {', '.join(names)} on {run.device}")
     return ways
 
 

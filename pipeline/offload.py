@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..configs.errors import ArgumentError
 from ..models.layers import Attention
 from .decode import vae_dtype
 from .memory import MemoryPlan
@@ -45,7 +46,7 @@ def release(pipe: Kandinsky5NablaPipeline, *names: str) -> None:
     models = ("text_encoder", "text_encoder_2", "transformer", "vae")
     unknown = [name for name in names if name not in models]
     if unknown:
-        raise ValueError(f"release {', '.join(unknown)}: must be one of {', '.join(models)}")
+        raise ArgumentError(f"release {', '.join(unknown)}: must be one of {', '.join(models)}")
     pipe.register_modules(**dict.fromkeys(names))
     pipe.maybe_free_model_hooks()  # model offload chains its parts: without this a neighbour's hook keeps them alive
     gc.collect()  # hooks and modules refer to each other

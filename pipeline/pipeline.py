@@ -17,6 +17,7 @@ from diffusers.video_processor import VideoProcessor
 from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
 
 from ..configs import find_preset, load_preset
+from ..configs.errors import ArgumentError
 from ..configs.tiles import Tile
 from ..models.text_encoder import QwenTextEncoder
 from ..models.transformer import Kandinsky5Transformer
@@ -26,7 +27,7 @@ from .decode import decode_latents
 from .denoise import Guidance, NextStep, check_first_step, denoise
 from .embeddings import GivenText, for_transformer, number_of_prompts, split_rows
 from .hub import fetch
-from .latents import draw_noise, require_finite
+from .latents import draw_noise, not_finite
 from .lora import LoraMixin, with_triggers
 from .output import Kandinsky5PipelineOutput
 from .request import CALLBACK_TENSORS, Request, resolve_request
@@ -250,7 +251,8 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
         Raises:
             ValueError: if the latents are not finite.
         """
-        require_finite(latents, "that were to be decoded")
+        if not torch.isfinite(latents).all():
+            raise not_finite("that were to be decoded")
         video_BCFHW = decode_latents(self.vae, latents, self._execution_device, tile)
         return self.video_processor.postprocess_video(video_BCFHW, output_type)
 
@@ -321,7 +323,7 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
         refused = {"custom_pipeline": None, "trust_remote_code": False, "use_safetensors": True, "variant": None}
         for name, only in refused.items():
             if kwargs.pop(name, None) not in (None, only):
-                raise ValueError(f"from_pretrained: only {name}={only} is supported: weights and settings, no code")
+                raise ArgumentError(f"from_pretrained: only {name}={only} is supported: weights and settings, no code")
         given = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or torch.float32
         kwargs["dtype"] = given if isinstance(given, dict) else {"default": given, "vae": torch.float32}
         source = str(pretrained_model_name_or_path)
@@ -361,7 +363,7 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
         unreadable = {"safe_serialization": True, "variant": None}
         for name, only in unreadable.items():
             if args or kwargs.get(name, only) != only:
-                raise ValueError(f"save_pretrained: only {name}={only} can be loaded again; leave it out")
+                raise ArgumentError(f"save_pretrained: only {name}={only} can be loaded again; leave it out")
         super().save_pretrained(save_directory, **kwargs)
 
     def to_json_string(self) -> str:
@@ -384,10 +386,10 @@ def _with_changes(latents: torch.Tensor, guidance: Guidance, changed: dict[str, 
     present = _callback_tensors(latents, guidance, CALLBACK_TENSORS)
     if not isinstance(changed, dict) or not changed.keys() <= present.keys():
         shown = list(changed) if isinstance(changed, dict) else type(changed).__name__
-        raise ValueError(f"a callback returned {shown}; it may return a dict of {', '.join(CALLBACK_TENSORS)}")
+        raise ArgumentError(f"a callback returned {shown}; it may return a dict of {', '.join(CALLBACK_TENSORS)}")
     for name, tensor in changed.items():
         if getattr(tensor, "shape", None) != getattr(present[name], "shape", None):
-            raise ValueError(f"a callback returned {name} in another shape than it was given")
+            raise ArgumentError(f"a callback returned {name} in another shape than it was given")
     positive, negative = guidance.positive, guidance.negative
     if "prompt_embeds" in changed:
         positive = dataclasses.replace(positive, prompt_embeds=changed["prompt_embeds"])

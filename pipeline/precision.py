@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..configs.errors import DependencyError, DeviceError, DtypeError, UserError
+
 if TYPE_CHECKING:
     import torch
     from transformers import BitsAndBytesConfig
@@ -66,8 +68,8 @@ def text_encoder_quantization(name: str, device: str) -> BitsAndBytesConfig | No
     return None
 
 
-def precision_problems(text_encoder_dtype: str, dit_dtype: str, device: str) -> list[str]:
-    """Return why these dtypes cannot run on a device, one sentence each, with what can; empty if they can.
+def precision_problems(text_encoder_dtype: str, dit_dtype: str, device: str) -> list[UserError]:
+    """Return why these dtypes cannot run on a device, with what can; empty if they can.
 
     int8, nf4 and fp8 are tried on the device with a matrix of 64 x 64, so that whatever is missing (the
     package, its library for this CUDA, a kernel, the device) is found before a weight is read.
@@ -82,12 +84,12 @@ def precision_problems(text_encoder_dtype: str, dit_dtype: str, device: str) -> 
         ("text encoder dtype", text_encoder_dtype, TEXT_ENCODER_DTYPES),
         ("transformer dtype", dit_dtype, DIT_DTYPES),
     )
-    problems = []
+    problems: list[UserError] = []
     for title, asked, known in choices:
         try:
             name = _known(asked, known, title)
-        except ValueError as error:
-            problems.append(str(error))
+        except DtypeError as error:
+            problems.append(error)
             continue
         if name in trials:
             problems += _trial_problems(f"{title} {name}", device, trials[name])
@@ -115,7 +117,7 @@ def cast_transformer(transformer: Kandinsky5Transformer, name: str, compute_dtyp
 
     name = _known(name, DIT_DTYPES, "transformer dtype")
     if any(parameter.dtype == torch.float8_e4m3fn for parameter in transformer.parameters()):
-        raise ValueError(f"the transformer is kept in fp8 already: load it again to keep it in {name}")
+        raise DtypeError(f"the transformer is kept in fp8 already: load it again to keep it in {name}")
     dtype = getattr(torch, name) if name in FLOAT_DTYPES else compute_dtype or transformer.dtype
     # Not ModelMixin.to, which warns that fp32 parts would be cast: ours keep themselves in fp32.
     torch.nn.Module.to(transformer, dtype)
@@ -132,7 +134,7 @@ def _known(name: str, known: Any, title: str) -> str:
     """
     full = full_dtype_name(name)
     if full not in known:
-        raise ValueError(f"{title} {name!r}: must be one of {', '.join(known)}")
+        raise DtypeError(f"{title} {name!r}: must be one of {', '.join(known)}")
     return full
 
 
@@ -147,25 +149,26 @@ def _refuse_what_left_the_range(transformer: Kandinsky5Transformer) -> None:
         if parameter.dtype == torch.float8_e4m3fn and not parameter.float().abs().max() < largest
     ]
     if lost:
-        raise ValueError(
+        raise DtypeError(
             f"fp8 holds numbers below {largest:g}, and {len(lost)} of the transformer's weights have larger ones "
             f"or NaN: {', '.join(lost[:5])}; keep it in bfloat16"
         )
 
 
-def _trial_problems(title: str, device: str, trial: Callable[[str], bool]) -> list[str]:
+def _trial_problems(title: str, device: str, trial: Callable[[str], bool]) -> list[UserError]:
     """Return what a trial on the device raises, or that its numbers are wrong."""
     try:
         if trial(device):
             return []
         reason = f"gives wrong numbers on the device {device}"
     except ModuleNotFoundError as error:
-        return [f"{title}: needs {error.name} ({EXTRA}); without it use {', '.join(FLOAT_DTYPES)}"]
+        sentence = f"{title}: needs {error.name} ({EXTRA}); without it use {', '.join(FLOAT_DTYPES)}"
+        return [DependencyError(sentence)]
     except (ImportError, OSError, RuntimeError, AssertionError) as error:  # what torch and bitsandbytes raise
         # Their first sentence: lists of all backends and instructions for developers follow.
         reason = f"cannot run on the device {device} ({str(error).strip().splitlines()[0].partition('. ')[0]})"
     elsewhere = "" if device == "cpu" else ", or the device cpu"
-    return [f"{title}: {reason}; use {', '.join(FLOAT_DTYPES)}{elsewhere}"]
+    return [DtypeError(f"{title}: {reason}; use {', '.join(FLOAT_DTYPES)}{elsewhere}")]
 
 
 def _bitsandbytes(device: str) -> Any:
@@ -175,10 +178,12 @@ def _bitsandbytes(device: str) -> Any:
     from transformers.utils.import_utils import BITSANDBYTES_MIN_VERSION, is_bitsandbytes_available
 
     if not is_bitsandbytes_available():
-        raise ImportError(f"bitsandbytes {bitsandbytes.__version__} is too old: {BITSANDBYTES_MIN_VERSION} is needed")
+        raise DependencyError(
+            f"bitsandbytes {bitsandbytes.__version__} is too old: {BITSANDBYTES_MIN_VERSION} is needed"
+        )
     supported = bitsandbytes.supported_torch_devices
     if torch.device(device).type not in supported:
-        raise RuntimeError(f"bitsandbytes supports {', '.join(sorted(supported))}")
+        raise DeviceError(f"bitsandbytes supports {', '.join(sorted(supported))}")
     return bitsandbytes
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..configs.errors import CheckpointError, PreviewError
 from ..models.headers import read_headers, weight_files
 from .safety import read_json
 
@@ -56,17 +57,17 @@ class PreviewMap:
         """Return the map of `to_json`.
 
         Raises:
-            ValueError: if it is none, or of another format.
+            PreviewError: if it is none, or of another format.
         """
         values: Any = None
         with suppress(ValueError, RecursionError):
             values = json.loads(text)
         if not isinstance(values, dict) or values.pop("kind", None) != KIND:
-            raise ValueError("holds no map of a preview")
+            raise PreviewError("holds no map of a preview")
         if (found := values.pop("format", None)) != FORMAT:
-            raise ValueError(f"holds a map of the format {found!r}; this version reads {FORMAT}")
+            raise PreviewError(f"holds a map of the format {found!r}; this version reads {FORMAT}")
         if problems := list(_problems(values)):
-            raise ValueError(f"holds a damaged map: {'; '.join(problems)}")
+            raise PreviewError(f"holds a damaged map: {'; '.join(problems)}")
         return cls(values["vae"], tuple(map(tuple, values["weights"])), tuple(values["bias"]))
 
 
@@ -74,11 +75,11 @@ def preview_frames(latents_THWC: torch.Tensor, preview_map: PreviewMap) -> np.nd
     """Return the colours of latents as uint8 `[T, H, W, 3]`.
 
     Raises:
-        ValueError: if they have another number of channels than the map.
+        PreviewError: if they have another number of channels than the map.
     """
     weights_C3 = torch.tensor(preview_map.weights)
     if latents_THWC.shape[-1] != len(weights_C3):
-        raise ValueError(f"these latents have {latents_THWC.shape[-1]} channels, and the map has {len(weights_C3)}")
+        raise PreviewError(f"these latents have {latents_THWC.shape[-1]} channels, and the map has {len(weights_C3)}")
     colours_THW3 = latents_THWC.float().cpu() @ weights_C3 + torch.tensor(preview_map.bias)
     return (colours_THW3.clamp(0, 1) * 255).round().to(torch.uint8).numpy()
 
@@ -102,13 +103,13 @@ def vae_fingerprint(folder: Path) -> str:
 
     Raises:
         OSError: if a file is missing.
-        ValueError: if one is damaged, or the layer is not there.
+        CheckpointError: if one is damaged, or the layer is not there.
     """
     from safetensors import safe_open
 
     headers = read_headers(weight_files(folder))
     if missing := [name for name in ENCODER_END if name not in headers]:
-        raise ValueError(f"the VAE in {folder} has no {' and no '.join(missing)}")
+        raise CheckpointError(f"the VAE in {folder} has no {' and no '.join(missing)}")
     digest = hashlib.sha256(repr(read_json(folder / "config.json").get("scaling_factor")).encode())
     for name in ENCODER_END:
         with safe_open(headers[name].file, framework="pt") as file:

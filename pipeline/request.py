@@ -10,6 +10,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from ..attention import AttentionMetadata
+from ..configs.errors import ArgumentError, PromptError, SettingsError
 from .checks import Geometry, Report, Settings
 from .denoise import make_attention_metadata
 from .embeddings import GivenText, TextSource, number_of_prompts
@@ -73,30 +74,30 @@ def resolve_request(
     if latents is not None:
         if not isinstance(latents, torch.Tensor) or latents.dim() != 5 or latents.shape[-1] != channels:
             shown = tuple(latents.shape) if isinstance(latents, torch.Tensor) else type(latents).__name__
-            raise ValueError(f"latents {shown}: must be a tensor [B, T, H, W, {channels}], channels last")
+            raise ArgumentError(f"latents {shown}: must be a tensor [B, T, H, W, {channels}], channels last")
         given = _size_of(latents, geometry) | {name: value for name, value in given.items() if value is not None}
-    report.add(_scheduler_problems(pipe.scheduler))
+    report.add(ArgumentError, _scheduler_problems(pipe.scheduler))
     report.raise_if_any()
     settings = pipe.resolve_settings(**given)
     if max_sequence_length is None:
         max_sequence_length = pipe.defaults.max_sequence_length
 
-    report.add(settings.problems(geometry))
+    report.add(SettingsError, settings.problems(geometry))
     report.attempt(check_max_sequence_length, max_sequence_length)
     if output_type not in OUTPUT_TYPES:
-        report.add([f"output_type {output_type!r}: must be one of {', '.join(OUTPUT_TYPES)}"])
+        report.add(ArgumentError, [f"output_type {output_type!r}: must be one of {', '.join(OUTPUT_TYPES)}"])
     names = [callback_tensors] if isinstance(callback_tensors, str) else callback_tensors
     for name in set(names) - set(CALLBACK_TENSORS):
-        report.add([f"callback tensor {name!r}: must be one of {', '.join(CALLBACK_TENSORS)}"])
+        report.add(ArgumentError, [f"callback tensor {name!r}: must be one of {', '.join(CALLBACK_TENSORS)}"])
     sources = _text_sources(report, positive, negative, settings.guidance_scale, config)
     encoders = (pipe.text_encoder, pipe.tokenizer, pipe.text_encoder_2, pipe.tokenizer_2)
     if None in encoders and any(isinstance(source, list) for source in sources):
-        report.add([NO_TEXT_ENCODER])
+        report.add(ArgumentError, [NO_TEXT_ENCODER])
     report.raise_if_any()
     count = number_of_prompts(sources[0]) * settings.num_videos
     shape = latent_shape(settings.num_frames, settings.height, settings.width, channels, geometry)
     if latents is not None and tuple(latents.shape) != (count, *shape):
-        report.add([f"latents {tuple(latents.shape)}: must be {(count, *shape)} for this request"])
+        report.add(ArgumentError, [f"latents {tuple(latents.shape)}: must be {(count, *shape)} for this request"])
     attn_metadata = report.attempt(
         make_attention_metadata, pipe.transformer, shape, settings.nabla_P, pipe._execution_device
     )
@@ -113,17 +114,18 @@ def _text_sources(
     widths = (config["in_text_dim"], config["in_text_dim2"])
     source = report.attempt(positive.source, *widths)
     if source is None:
-        report.add([] if report.problems else ["nothing to make a video of: give prompt or prompt_embeds"])
+        report.add(PromptError, [] if report.problems else ["nothing to make a video of: give prompt or prompt_embeds"])
         return [], None
     if guidance_scale == 1:
         return source, None
     against = report.attempt(negative.source, *widths) or [DEFAULT_NEGATIVE_PROMPT]
     if number_of_prompts(against) not in (1, number_of_prompts(source)):
         report.add(
+            PromptError,
             [
                 f"{number_of_prompts(against)} negative prompts for {number_of_prompts(source)} prompts: "
                 "give one for all, or one for each"
-            ]
+            ],
         )
     return source, against
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..configs.errors import CheckpointError
 from ..models.headers import (
     DIFFUSERS_WEIGHTS,
     TRANSFORMERS_WEIGHTS,
@@ -107,7 +108,7 @@ def require_loadable(folder: Path, without: Collection[str] = ()) -> None:
     """Raise one ValueError with all that `check_folder` finds or, if it finds nothing, `check_weights`."""
     problems = check_folder(folder, without) or check_weights(folder, without)
     if problems:
-        raise ValueError("the checkpoint cannot be loaded: " + "; ".join(problems))
+        raise CheckpointError("the checkpoint cannot be loaded: " + "; ".join(problems))
 
 
 def check_part(part: str, folder: Path) -> list[str]:
@@ -163,11 +164,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing") from error
+        raise CheckpointError(f"{path} is missing") from error
     except (OSError, ValueError, RecursionError) as error:  # not readable, no UTF-8, no JSON, too deep
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}")
+        raise CheckpointError(f"{path} must hold a JSON object, not a {type(content).__name__}")
     return content
 
 
@@ -317,7 +318,7 @@ def _build(part: str, folder: Path) -> nn.Module:
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     if not isinstance(config, Qwen2_5_VLTextConfig):
-        raise ValueError(f"it is of type {config.model_type!r}; qwen2_5_vl is needed")
+        raise CheckpointError(f"it is of type {config.model_type!r}; qwen2_5_vl is needed")
     return QwenTextEncoder(config)
 
 

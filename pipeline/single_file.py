@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..configs import Preset, find_preset, load_preset, preset_names
+from ..configs.errors import ArgumentError, CheckpointError, NotFoundError, PresetError
 from ..models.architecture import config_from_headers
 from ..models.headers import DIFFUSERS_WEIGHTS, TRANSFORMERS_WEIGHTS, read_headers
 from .hub_files import Part
@@ -96,7 +97,7 @@ def load_single_file(
     from ..models.transformer import Kandinsky5Transformer
 
     if "vae" in without:
-        raise ValueError("without: only text encoders can be left out, and the VAE is one of the parts named")
+        raise ArgumentError("without: only text encoders can be left out, and the VAE is one of the parts named")
     file, dtype = checked_file(Path(file)), checked_dtype(torch_dtype)
     chosen = preset_of_file(file, preset)
     headers = read_headers([file])
@@ -125,11 +126,11 @@ def checked_file(file: Path) -> Path:
         ValueError: if it is a folder or no safetensors file by its name.
     """
     if file.is_dir():
-        raise ValueError(f"{file} is a folder; from_pretrained loads folders in the Diffusers layout")
+        raise CheckpointError(f"{file} is a folder; from_pretrained loads folders in the Diffusers layout")
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing")
+        raise NotFoundError(f"{file} is missing")
     if file.suffix != ".safetensors":
-        raise ValueError(f"{file}: only .safetensors files are read; others can run code when they are")
+        raise CheckpointError(f"{file}: only .safetensors files are read; others can run code when they are")
     return file
 
 
@@ -142,7 +143,7 @@ def preset_of_file(file: Path, preset: str | None) -> Preset:
     found = find_preset(str(file)) if preset is None else load_preset(preset)
     if found is None:
         names = ", ".join(preset_names())
-        raise ValueError(
+        raise PresetError(
             f"{file}: no preset knows a file of this name, and its shapes do not tell the attention; name the preset "
             f"that it was trained as: {names}"
         )
@@ -180,7 +181,7 @@ def _problems(folders: Mapping[str, Path]) -> list[str]:
 
 def _raise_all(file: Path, problems: list[str]) -> None:
     if problems:
-        raise ValueError(f"{file} and the other parts cannot be loaded together: " + "; ".join(problems))
+        raise CheckpointError(f"{file} and the other parts cannot be loaded together: " + "; ".join(problems))
 
 
 def _config_of(name: str, given: str | os.PathLike | None, hub: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,9 +216,7 @@ def part_folder(name: str, folder: Path) -> Path:
     for candidate in (folder / name, folder):
         if (candidate / "config.json").is_file():
             return candidate
-    raise FileNotFoundError(
-        f"{name} {folder}: neither {folder / name / 'config.json'} nor {folder / 'config.json'} exists"
-    )
+    raise NotFoundError(f"{name} {folder}: neither {folder / name / 'config.json'} nor {folder / 'config.json'} exists")
 
 
 def _tokenizer_folder(name: str, folder: Path, tokenizer: str) -> Path:
@@ -227,7 +226,7 @@ def _tokenizer_folder(name: str, folder: Path, tokenizer: str) -> Path:
         if any((candidate / file).is_file() for file in TOKENIZER_FILES):
             return candidate
     looked_in = " nor ".join(map(str, candidates))
-    raise FileNotFoundError(f"{name} {folder}: neither {looked_in} has a tokenizer ({' or '.join(TOKENIZER_FILES)})")
+    raise NotFoundError(f"{name} {folder}: neither {looked_in} has a tokenizer ({' or '.join(TOKENIZER_FILES)})")
 
 
 def _load_parts(folders: Mapping[str, Path], dtype: torch.dtype, text_encoder: Mapping[str, Any]) -> dict[str, Any]:

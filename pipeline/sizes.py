@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..configs.errors import CheckpointError
+
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1, "nf4": 0.5625}
 """Bytes of a weight. Of the last three only weights of linear layers are so small; nf4 has an fp32 scale per 64."""
 QUANTISED = ("fp8", "int8", "nf4")
@@ -201,4 +203,4 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

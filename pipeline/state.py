@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..configs.errors import NotFoundError, StateError, WriteError
 from .files import complete_file
 
 KIND = "kandinsky5-nabla denoising state"
@@ -37,7 +38,7 @@ def save_state(path: str | os.PathLike, state: State) -> Path:
 
     path = Path(path)
     if problem := _problem(state):
-        raise ValueError(f"this state cannot be saved to {path}: {problem}")
+        raise StateError(f"this state cannot be saved to {path}: {problem}")
     tensors = {name: value.detach().cpu().contiguous() for name, value in state.items() if torch.is_tensor(value)}
     plain = {name: value for name, value in state.items() if name not in tensors}
     metadata = {name: json.dumps(value) for name, value in {**plain, "kind": KIND, "version": VERSION}.items()}
@@ -45,7 +46,7 @@ def save_state(path: str | os.PathLike, state: State) -> Path:
         with durable_file(path) as temporary:
             save_file(tensors, temporary, metadata=metadata)
     except (OSError, SafetensorError) as error:
-        raise OSError(f"the state {path} cannot be written: {error}") from error
+        raise WriteError(f"the state {path} cannot be written: {error}") from error
     return path
 
 
@@ -60,20 +61,20 @@ def load_state(path: str | os.PathLike) -> dict[str, Any]:
 
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"there is no state {path}")
+        raise NotFoundError(f"there is no state {path}")
     try:
         with safe_open(path, framework="pt") as file:
             state = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
             state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is not iterable)
     except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{path} is damaged, or no state of a denoising run: {error}") from error
+        raise StateError(f"{path} is damaged, or no state of a denoising run: {error}") from error
     kind, version = state.pop("kind", None), state.pop("version", None)
     if kind != KIND:
-        raise ValueError(f"{path} is no state of a denoising run")
+        raise StateError(f"{path} is no state of a denoising run")
     if version != VERSION:
-        raise ValueError(f"{path} has the format {version!r}; this version reads {VERSION}: start the run anew")
+        raise StateError(f"{path} has the format {version!r}; this version reads {VERSION}: start the run anew")
     if problem := _problem(state):
-        raise ValueError(f"{path} is damaged: {problem}")
+        raise StateError(f"{path} is damaged: {problem}")
     return state
 
 

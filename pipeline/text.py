@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ..configs.errors import CheckpointError, SettingsError
 from .checks import prompt_list
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def check_prefix_length(tokenizer: "PreTrainedTokenizerBase", expected: int | No
     """
     length = prompt_prefix_length(tokenizer)
     if expected is not None and length != expected:
-        raise ValueError(
+        raise CheckpointError(
             f"the tokenizer makes {length} tokens of the template's prefix, the checkpoint was trained "
             f"with {expected}: use the tokenizer folder that was published with the checkpoint"
         )
@@ -87,7 +88,7 @@ def check_max_sequence_length(max_sequence_length: int) -> None:
         ValueError: max_sequence_length is not in 1..256.
     """
     if not isinstance(max_sequence_length, int) or not 1 <= max_sequence_length <= MAX_PROMPT_TOKENS:
-        raise ValueError(
+        raise SettingsError(
             f"max_sequence_length={max_sequence_length!r}: use 1 to {MAX_PROMPT_TOKENS}, the longest prompt "
             "the checkpoints were trained with (the closing <|im_end|> counts)"
         )

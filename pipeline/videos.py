@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..configs.errors import VideoError
 from .codecs import VideoInfo
 from .ffmpeg import decode, read
 from .frames_folder import probe_frames, read_frames, read_frames_comment
@@ -28,7 +29,7 @@ def probe_video(path: str | os.PathLike[str]) -> VideoInfo:
     header = dict(line.removeprefix("#").split(" 0: ", 1) for line in lines if " 0: " in line)
     count = sum(not line.startswith("#") for line in lines)
     if not count:
-        raise ValueError(f"{path} is not a complete video: it has no frames")
+        raise VideoError(f"{path} is not a complete video: it has no frames")
     width, height = map(int, header["dimensions"].split("x"))
     rate = _mean_rate(path, count) if _is_gif(path) else 1 / Fraction(header["tb"])
     return VideoInfo(width, height, rate, count)
@@ -44,7 +45,7 @@ def read_video(path: str | os.PathLike[str], indices: Sequence[int] | None = Non
     wanted = list(range(info.num_frames) if indices is None else indices)
     if sorted(set(wanted)) != wanted or not wanted or not 0 <= wanted[0] <= wanted[-1] < info.num_frames:
         rule = f"increasing and within 0..{info.num_frames - 1}"
-        raise ValueError(f"frame numbers of {path} must be {rule}, got {wanted}")
+        raise VideoError(f"frame numbers of {path} must be {rule}, got {wanted}")
     if path.is_dir():
         return read_frames(path, wanted), info
     select = "null" if indices is None else "select=" + "+".join(f"eq(n\\,{index})" for index in wanted)
@@ -81,5 +82,5 @@ def _is_gif(path: Path) -> bool:
 def _mean_rate(path: Path, count: int) -> Fraction:
     delays = read_gif(path).delays
     if len(delays) != count or not sum(delays):
-        raise ValueError(f"{path} is not a complete video: {count} of {len(delays)} frames in {sum(delays)} / 100 s")
+        raise VideoError(f"{path} is not a complete video: {count} of {len(delays)} frames in {sum(delays)} / 100 s")
     return Fraction(100 * count, sum(delays))

@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kandinsky5_nabla.configs.errors import UsageError, UserError
 from kandinsky5_nabla.pipeline.codecs import CODECS
+from kandinsky5_nabla.scripts._failures import kind_of_failure
 from kandinsky5_nabla.scripts._log import is_shown, say
 
 DTYPES = ("float32", "bfloat16", "float16")
 OFFLOADS = ("auto", "none", "model", "group", "sequential")
-
-
-class BadUsage(Exception):
-    """The command line cannot be parsed."""
 
 
 class Unfinished(Exception):
@@ -26,13 +24,14 @@ class Unfinished(Exception):
 
     Attributes:
         code: the exit code.
+        problem: what ended it, and what was kept.
         command: the command line that goes on from the state it has kept; None where it has kept none.
         ends_all: whether the videos after it would fare no better.
     """
 
-    def __init__(self, code: int, problem: str, command: str | None, ends_all: bool) -> None:
-        super().__init__(problem)
-        self.code, self.command, self.ends_all = code, command, ends_all
+    def __init__(self, code: int, problem: UserError, command: str | None, ends_all: bool) -> None:
+        super().__init__(str(problem))
+        self.code, self.problem, self.command, self.ends_all = code, problem, command, ends_all
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,8 +46,8 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, lambda text: Path(_named(text)))
 
     def error(self, message: str) -> NoReturn:
-        """Raise `BadUsage`."""
-        raise BadUsage(f"{message} (--help lists the arguments)")
+        """Raise `UsageError`."""
+        raise UsageError(f"{message} (--help lists the arguments)")
 
 
 def _named(text: str) -> str:
@@ -140,19 +139,22 @@ def add_speaking(group: argparse._ArgumentGroup) -> None:
 
 def fail(
     code: int,
-    problems: list[str],
+    problems: Sequence[UserError],
     as_json: bool = False,
     done: Sequence[dict[str, Any]] = (),
     command: str | None = None,
 ) -> int:
     """Report problems, in JSON the videos that were complete before, and the command that goes on; return the code."""
-    problems = [" ".join(problem.split()) for problem in problems]  # one line each, whatever the libraries say
+    sentences = [" ".join(str(problem).split()) for problem in problems]  # one line each, whatever the libraries say
     if as_json:
         go_on = {} if command is None else {"go_on": command}
         videos = {"videos": list(done)} if done else {}
-        print(json.dumps({"error": {"exit_code": code, "problems": problems, **go_on}, **videos}))
-    for problem in problems:
-        say("error", problem, logging.ERROR, exit_code=code)
+        kinds = [type(problem).__name__ for problem in problems]
+        error = {"exit_code": code, "problems": sentences, "kinds": kinds, **go_on}
+        print(json.dumps({"error": error, **videos}))
+    for problem, sentence in zip(problems, sentences, strict=True):
+        about = {"kind": type(problem).__name__, "remedy": problem.remedy, "exit_code": code}
+        say("error", sentence, logging.ERROR, **about)
     if command is not None:
         say("go_on", f"go on with: {command}", logging.ERROR, command=command)
     return code
@@ -160,9 +162,10 @@ def fail(
 
 def fail_running(error: Exception, debug: bool, as_json: bool = False, done: Sequence[dict[str, Any]] = ()) -> int:
     """Report what failed while running, with `debug` its traceback first; return 1, or the code of `Unfinished`."""
-    code, command = (error.code, error.command) if isinstance(error, Unfinished) else (1, None)
+    unfinished = isinstance(error, Unfinished)
+    code, command, problem = (error.code, error.command, error.problem) if unfinished else (1, None, error)
     trace = "".join(traceback.format_exception(error)).rstrip()
     say("traceback", trace, logging.ERROR if debug else logging.DEBUG)
     shown = debug or is_shown(logging.DEBUG)
     hint = "" if shown or code == 130 else " (--debug shows the traceback)"
-    return fail(code, [f"{error}{hint}"], as_json, done, command)
+    return fail(code, [kind_of_failure(problem)(f"{problem}{hint}")], as_json, done, command)

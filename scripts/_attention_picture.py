@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kandinsky5_nabla.configs.errors import SettingsError
+
 if TYPE_CHECKING:  # imported where they are used: --help answers at once
     import numpy as np
     from PIL import Image
@@ -70,7 +72,7 @@ def heat_map(densities: Sequence[Sequence[float]], scale: tuple[float, float]) -
 
     layers, steps = len(densities), len(densities[0])
     if steps > MAX_STEPS:
-        raise ValueError(f"{steps} steps leave no room for a cell; at most {MAX_STEPS} fit on {MAX_WIDTH} pixels")
+        raise SettingsError(f"{steps} steps leave no room for a cell; at most {MAX_STEPS} fit on {MAX_WIDTH} pixels")
     width = min(CELL_WIDTH, MAX_STEPS // steps)
     wide = max(LABEL + steps * width, LEGEND_WIDTH + 2 * LABEL)  # the line below needs room too
     image = Image.new("RGB", (wide, layers * CELL_HEIGHT + 2 * LINE), "white")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kandinsky5_nabla.configs.errors import PromptsFileError, SettingsError, TakenError, UserError
 from kandinsky5_nabla.pipeline.checks import Report, prompt_list
 from kandinsky5_nabla.pipeline.codecs import Codec
 from kandinsky5_nabla.scripts._outputs import folder_problems, safe_name, write_json
@@ -38,11 +39,16 @@ class Failure:
     """A row without a video, and why; `line` is its line in the file."""
 
     line: int
-    problems: tuple[str, ...]
+    problems: tuple[UserError, ...]
 
     def sentences(self, source: Path) -> list[str]:
         """Return the problems with the place where they are."""
         return [f"{source} line {self.line}: {problem}" for problem in self.problems]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the failure as plain values."""
+        kinds = [type(problem).__name__ for problem in self.problems]
+        return {"line": self.line, "problems": [str(problem) for problem in self.problems], "kinds": kinds}
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class Rows:
         self._rows[_place(video)]["status"] = "done"
         self._write()
 
-    def fail(self, video: Video, problem: str) -> None:
+    def fail(self, video: Video, problem: UserError) -> None:
         """Note that a video could not be made."""
         row = self._rows[_place(video)]
         self._fail(row, Failure(row["line"], (problem,)))
@@ -109,7 +115,7 @@ class Rows:
         return f"{self._batch.folder / MANIFEST}: {', '.join(f'{count} {status}' for status, count in counts.items())}"
 
     def _fail(self, row: dict[str, Any], failure: Failure) -> None:
-        row |= {"status": "failed", "problems": failure.problems}
+        row |= {"status": "failed", "problems": [str(problem) for problem in failure.problems]}
         self.failed.append(failure)
         self._on_failure(failure)
 
@@ -127,25 +133,26 @@ def plan_batch(
     What is wrong with the file goes into the report, what is wrong with a row into the batch.
     """
     folder = args.output or args.prompts.with_suffix("")
-    report.add(_folder_problems(folder))
+    report.extend(_folder_problems(folder))
     try:
         rows = read_prompts(args.prompts)
     except (OSError, ValueError) as error:
-        report.add([f"--prompts {error}"])
+        report.add(PromptsFileError, [f"--prompts {error}"])
         return None
     seed = args.seed if args.seed is not None else _seed_before(folder)
     again = command_line(word for word in argv if word != "--overwrite")  # with which it would begin anew
     batch = Batch(args.prompts, folder, drawn_seed() if seed is None else seed, [], [], [], again)
     if report.problems:  # rows would be checked against numbers that are wrong themselves
         return batch
-    sized: dict[tuple[int | None, ...], tuple[list[str], Setup]] = {}
+    sized: dict[tuple[int | None, ...], tuple[list[UserError], Setup]] = {}
     for row in rows:
         size = tuple(row.given.get(name) for name in SIZE)
         if size not in sized:
             sized[size] = _resized(setup, size)
         problems, of_row = sized[size]
         checked = Report()
-        checked.add([*row.problems, *problems])
+        checked.add(PromptsFileError, row.problems)
+        checked.extend(problems)
         found = list(_videos_of_row(checked, row, args, batch, of_row, codec, crf))
         if checked.problems:
             batch.bad.append(Failure(row.line, tuple(checked.problems)))
@@ -168,7 +175,7 @@ def _videos_of_row(
 ) -> Iterator[tuple[Video, bool]]:
     """Yield the videos of a row and whether each is done; what is wrong goes into the report."""
     seed = row.given.get("seed", batch.seed)
-    report.add(seed_problems(seed, args.num_videos))
+    report.add(SettingsError, seed_problems(seed, args.num_videos))
     negative = row.given.get("negative_prompt", args.negative_prompt)
     report.attempt(prompt_list, [row.prompt, negative or ""])
     given = {name: row.given[name] for name in SIZE if name in row.given}
@@ -189,10 +196,10 @@ def _compared(report: Report, video: Video, setup: Setup, codec: Codec, crf: int
     try:
         record = video.state.read_settings()[1] if begun else read_record(there[-1])
     except (OSError, ValueError) as error:
-        report.add([f"{in_the_way}: is in the way ({error}); {remedy}"])
+        report.add(TakenError, [f"{in_the_way}: is in the way ({error}); {remedy}"])
         return video, False
     if differences := list(_differences(record, video, setup, codec, crf)):
-        report.add([f"{in_the_way}: was made with {', '.join(differences)}; {remedy}"])
+        report.add(TakenError, [f"{in_the_way}: was made with {', '.join(differences)}; {remedy}"])
     done = not begun and video.output in there
     return replace(video, begun=not done), done
 
@@ -213,19 +220,19 @@ def _differences(record: Record, video: Video, setup: Setup, codec: Codec, crf: 
             yield f"{name} {was!r}, not {here!r}"
 
 
-def _resized(setup: Setup, size: tuple[int | None, ...]) -> tuple[list[str], Setup]:
+def _resized(setup: Setup, size: tuple[int | None, ...]) -> tuple[list[UserError], Setup]:
     """Return the setup at another size, and what is wrong with that."""
     report = Report()
     given = {name: value for name, value in zip(SIZE, size, strict=True) if value is not None}
     return report.problems, setup.resized(report, given)
 
 
-def _folder_problems(folder: Path) -> list[str]:
+def _folder_problems(folder: Path) -> list[UserError]:
     """Return why the videos cannot lie in a folder, which is made if need be."""
     if os.path.isdir(folder):
         return folder_problems("output", folder)
     if os.path.lexists(folder):
-        return [f"output {folder}: is a file, and with --prompts the output is a folder; name another"]
+        return [TakenError(f"output {folder}: is a file, and with --prompts the output is a folder; name another")]
     return folder_problems("output", folder.parent)
 
 

@@ -14,9 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from kandinsky5_nabla.configs import Preset, find_preset, load_preset, preset_names
+from kandinsky5_nabla.configs.errors import (
+    ArgumentError,
+    CheckpointError,
+    DownloadError,
+    LoraError,
+    NotFoundError,
+    OutputError,
+    PresetError,
+    RepositoryError,
+    TakenError,
+    UsageError,
+    UserError,
+    kind_of,
+)
 from kandinsky5_nabla.models.architecture import config_from_headers
 from kandinsky5_nabla.models.headers import read_headers, weight_files
 from kandinsky5_nabla.pipeline.checks import Report
+from kandinsky5_nabla.pipeline.hub_files import check_repo_id
 from kandinsky5_nabla.pipeline.lora_files import LoraRequest, find_lora, lora_problems, parse_lora, read_lora
 from kandinsky5_nabla.pipeline.safety import check_folder, check_weights, read_json
 from kandinsky5_nabla.pipeline.single_file import SOURCES, attention_of, checked_file, part_folder
@@ -124,13 +139,14 @@ def find_checkpoint(report: Report, args: argparse.Namespace, default_preset: st
         return None
     model = args.model or preset.model
     parts = {name: Path(path) for name in PARTS if (path := getattr(args, name, None)) is not None}
-    report.add(cache_problems(args.cache_dir))
+    report.extend(cache_problems(args.cache_dir))
     kind = _kind(model, preset)
     if args.revision is not None and kind in ("folder", "file"):
-        report.add([f"--revision {args.revision}: for a repository of the Hub; leave it out for {model}"])
+        report.add(UsageError, [f"--revision {args.revision}: for a repository of the Hub; leave it out for {model}"])
     if parts and kind not in ("file", "original"):
         options = ", ".join("--" + name.replace("_", "-") for name in parts)
-        report.add([f"{options}: for a transformer in a file of its own (--model FILE.safetensors); leave it out"])
+        sentence = f"{options}: for a transformer in a file of its own (--model FILE.safetensors); leave it out"
+        report.add(UsageError, [sentence])
     found = Checkpoint(
         model,
         kind,
@@ -149,48 +165,48 @@ def find_checkpoint(report: Report, args: argparse.Namespace, default_preset: st
         try:
             part_folder(name, folder)
         except FileNotFoundError:
-            report.add([f"--{name.replace('_', '-')} {folder}: has no config.json, nor has {folder / name}"])
+            sentence = f"--{name.replace('_', '-')} {folder}: has no config.json, nor has {folder / name}"
+            report.add(NotFoundError, [sentence])
     if kind == "file":
         try:
             return dataclasses.replace(found, configs=_configs_of_file(found))
         except (OSError, ValueError) as error:
-            report.add([f"model {error}"])
+            report.add(kind_of(error, CheckpointError), [f"model {error}"])
             return found
     if kind == "folder":
         problems = check_folder(Path(model), found.left_out)
         if not problems and Path(model) != preset.local_folder:  # which is ours, and imports take seconds
             problems = check_weights(Path(model), found.left_out)
-        report.add(problems)
+        report.add(CheckpointError, problems)
         return found if problems else dataclasses.replace(found, configs=_read_configs(Path(model)))
     if not HUB_ID.fullmatch(model):
-        report.add(
-            [
-                f"model {model!r}: there is no such folder, and it is no Hub id (owner/name); "
-                f"the presets are {', '.join(preset_names())} (--config)"
-            ]
+        sentence = (
+            f"model {model!r}: there is no such folder, and it is no Hub id (owner/name); "
+            f"the presets are {', '.join(preset_names())} (--config)"
         )
+        report.add(NotFoundError, [sentence])
         return found
-    from huggingface_hub.utils import validate_repo_id  # here: --help answers at once
-
     try:
-        validate_repo_id(model)
+        check_repo_id(model)
         # Offline, what is missing in the cache is found now, not when everything else is ready.
         return found.fetched() if args.offline else found
-    except (OSError, ValueError) as error:
-        report.add([str(error)])
-        return found
+    except ArgumentError as error:  # which names no repository
+        report.add(RepositoryError, [f"model {model!r}: {error}"])
+    except (UserError, OSError) as error:
+        report.add(kind_of(error, DownloadError), [str(error)])
+    return found
 
 
-def cache_problems(folder: Path | None) -> list[str]:
+def cache_problems(folder: Path | None) -> list[UserError]:
     """Return why a folder cannot be the Hub's cache; it need not exist yet."""
     try:
         if folder is None or stat.S_ISDIR(folder.stat().st_mode):
             return []
-        return [f"--cache-dir {folder}: is a file; name a folder"]
+        return [TakenError(f"--cache-dir {folder}: is a file; name a folder")]
     except FileNotFoundError:
         return []
     except OSError as error:  # a name that is too long, or below a file
-        return [f"--cache-dir {folder}: {error.strerror}; name a folder"]
+        return [OutputError(f"--cache-dir {folder}: {error.strerror}; name a folder")]
 
 
 def unknown_repository(model: str) -> str:
@@ -216,7 +232,7 @@ def _preset(args: argparse.Namespace, default: str) -> Preset:
     if found is not None:
         return found
     if args.model.endswith(".safetensors"):
-        raise ValueError(
+        raise PresetError(
             f"model {args.model}: no preset knows a file of this name, and its shapes do not tell the attention; "
             f"name the preset that it was trained as with --config: {', '.join(preset_names())}"
         )
@@ -265,20 +281,19 @@ def find_loras(report: Report, texts: Sequence[str], checkpoint: Checkpoint) -> 
     """
     requests = [request for text in texts if (request := report.attempt(parse_lora, text)) is not None]
     missing = [request.path for request in requests if not os.path.exists(request.path)]
-    report.add(  # a repository is not looked for: nothing may be fetched before the whole request is checked
-        f"LoRA {path}: there is no such file; `hf download OWNER/NAME --local-dir FOLDER` fetches one of the Hub"
-        for path in missing
-    )
+    # A repository is not looked for: nothing may be fetched before the whole request is checked.
+    remedy = "`hf download OWNER/NAME --local-dir FOLDER` fetches one of the Hub"
+    report.add(NotFoundError, [f"LoRA {path}: there is no such file; {remedy}" for path in missing])
     if not requests or report.problems:
         return requests
     if checkpoint.file is not None or checkpoint.folder is not None:
-        report.add(lora_problems(requests, _linear_shapes(checkpoint)))
+        report.extend(lora_problems(requests, _linear_shapes(checkpoint)))
     else:
         for request in requests:
             try:
                 read_lora(find_lora(request.path))
             except (OSError, ValueError) as error:
-                report.add([str(error)])
+                report.add(kind_of(error, LoraError), [str(error)])
     return requests
 
 

@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kandinsky5_nabla.configs.errors import UsageError, UserError
 from kandinsky5_nabla.pipeline.checks import Report
 from kandinsky5_nabla.pipeline.single_file import part_folder
 from kandinsky5_nabla.scripts._log import say
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
 def check_expansion(report: Report, args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     """Report why prompts cannot be expanded: they are encoded already, or a text encoder that lies here has no head."""
     if args.embeds is not None:
-        report.add(["--expand-prompt: the prompts of --embeds are encoded already; leave one of the two out"])
+        sentence = "--expand-prompt: the prompts of --embeds are encoded already; leave one of the two out"
+        report.add(UsageError, [sentence])
     elif not report.problems and (folder := _text_encoder_folder(checkpoint)) is not None:
         from kandinsky5_nabla.models.writer import find_head  # here: it loads torch
 
         try:
             find_head(folder)
-        except ValueError as error:
-            report.add([f"--expand-prompt: {error}"])
+        except UserError as error:
+            report.add(type(error), [f"--expand-prompt: {error}"])
 
 
 def expand_videos(pipe: Kandinsky5NablaPipeline, plan: Plan, spent: dict[str, float]) -> Plan:

@@ -17,6 +17,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from kandinsky5_nabla.configs.errors import OutputError, TakenError, UserError, WriteError
+
 PACKAGE = "kandinsky5_nabla"
 LIBRARIES = ("diffusers", "transformers")
 _run = logging.getLogger(f"{PACKAGE}.run")
@@ -68,7 +70,7 @@ def speaking(quiet: bool, verbose: bool, log: Path | None) -> Iterator[None]:
             file.close()
 
 
-def log_problems(path: Path | None) -> list[str]:
+def log_problems(path: Path | None) -> list[UserError]:
     """Return why no log can be appended to a file; its suffix keeps it apart from all other files of a run."""
     from kandinsky5_nabla.scripts._outputs import named_file_problems  # here: it loads torch
 
@@ -81,9 +83,9 @@ def log_problems(path: Path | None) -> list[str]:
         with path.open("ab"):
             pass
         if path.is_file() and not _is_log(path):
-            return [f"log {path}: holds something else than a log; name another file"]
+            return [TakenError(f"log {path}: holds something else than a log; name another file")]
     except OSError as error:
-        return [f"log {path}: cannot be written to ({error.strerror})"]
+        return [OutputError(f"log {path}: cannot be written to ({error.strerror})")]
     return []
 
 
@@ -152,7 +154,7 @@ class _LogFile(logging.Handler):
         written = os.write(self._file, line)
         if written < len(line):  # the disk is full: no half a line
             os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise WriteError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file."""

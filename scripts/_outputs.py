@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kandinsky5_nabla.configs.errors import NotFoundError, OutputError, TakenError, UserError
 from kandinsky5_nabla.pipeline.codecs import Codec
 from kandinsky5_nabla.pipeline.files import complete_file
 from kandinsky5_nabla.pipeline.frames_folder import check_replaceable
@@ -38,33 +39,33 @@ def free_names(names: list[Path], is_taken: Callable[[Path], bool]) -> list[Path
     return list(free)
 
 
-def file_problems(kind: str, path: Path, example: str) -> list[str]:
+def file_problems(kind: str, path: Path, example: str) -> list[UserError]:
     """Return why no file can be written to `path`, whatever exists in its folder; its suffix must be the example's."""
-    suffix, problems = Path(example).suffix, []
+    suffix, problems = Path(example).suffix, folder_problems(kind, path.parent)
     if os.path.isdir(path):
-        problems.append(f"{kind} {path}: is a folder; name a file in it, such as {path / example}")
+        problems.insert(0, TakenError(f"{kind} {path}: is a folder; name a file in it, such as {path / example}"))
     elif path.suffix.lower() != suffix:
-        problems.append(f"{kind} {path}: must be a name that ends in {suffix}")
-    return problems + folder_problems(kind, path.parent)
+        problems.insert(0, OutputError(f"{kind} {path}: must be a name that ends in {suffix}"))
+    return problems
 
 
-def video_problems(path: Path, codec: Codec) -> list[str]:
+def video_problems(path: Path, codec: Codec) -> list[UserError]:
     """Return why no video of a codec can be written to `path`, whatever exists in its folder."""
     if codec.suffix and os.path.isdir(path):
         return file_problems("output", path, f"video{codec.suffix}")
     try:
         codec.check_path(path)
-    except ValueError as error:
-        return [f"output {path}: {error}", *folder_problems("output", path.parent)]
+    except OutputError as error:
+        return [OutputError(f"output {path}: {error}"), *folder_problems("output", path.parent)]
     return folder_problems("output", path.parent)
 
 
-def folder_problems(kind: str, folder: Path) -> list[str]:
+def folder_problems(kind: str, folder: Path) -> list[UserError]:
     """Return why no file can be written in a folder."""
     if not os.path.isdir(folder):
-        return [f"{kind} folder {folder}: does not exist; create it first"]
+        return [NotFoundError(f"{kind} folder {folder}: does not exist; create it first")]
     reason = _why_not_writable(folder)
-    return [] if reason is None else [f"{kind} folder {folder}: cannot be written to ({reason})"]
+    return [] if reason is None else [OutputError(f"{kind} folder {folder}: cannot be written to ({reason})")]
 
 
 def _why_not_writable(folder: Path) -> str | None:
@@ -76,8 +77,8 @@ def _why_not_writable(folder: Path) -> str | None:
         return error.strerror
 
 
-def taken(kind: str, paths: Iterable[Path], overwrite: bool, codec: Codec | None = None) -> Iterator[str]:
-    """Yield a sentence for each file that would replace another, or whose name the system refuses.
+def taken(kind: str, paths: Iterable[Path], overwrite: bool, codec: Codec | None = None) -> Iterator[UserError]:
+    """Yield a problem for each file that would replace another, or whose name the system refuses.
 
     With the codec `frames` the paths are those of folders.
     """
@@ -87,23 +88,23 @@ def taken(kind: str, paths: Iterable[Path], overwrite: bool, codec: Codec | None
         except FileNotFoundError:
             continue
         except OSError as error:  # such as a name that is too long
-            yield f"{kind} {path}: {error.strerror}"
+            yield OutputError(f"{kind} {path}: {error.strerror}")
             continue
         except ValueError as error:  # a NUL character
-            yield f"{kind} {str(path)!r}: {error}"
+            yield OutputError(f"{kind} {str(path)!r}: {error}")
             continue
         if codec is not None and not codec.suffix and overwrite:
             try:
                 check_replaceable(path, overwrite=True)
             except OSError as error:
-                yield f"{kind} {error}"
+                yield TakenError(f"{kind} {error}")
         elif path.is_dir() and (codec is None or codec.suffix):
-            yield f"{kind} {path}: is a folder; name another file"
+            yield TakenError(f"{kind} {path}: is a folder; name another file")
         elif not overwrite:
-            yield f"{kind} {path}: exists; choose another name or add --overwrite"
+            yield TakenError(f"{kind} {path}: exists; choose another name or add --overwrite")
 
 
-def named_file_problems(kind: str, path: Path, example: str, overwrite: bool) -> list[str]:
+def named_file_problems(kind: str, path: Path, example: str, overwrite: bool) -> list[UserError]:
     """Return why no file can be written under the name that a user gave."""
     return file_problems(kind, path, example) or list(taken(kind, [path], overwrite))
 

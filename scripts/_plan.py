@@ -10,6 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kandinsky5_nabla.configs import find_preset
+from kandinsky5_nabla.configs.errors import (
+    BackendError,
+    EmbedsError,
+    OutputError,
+    PromptError,
+    PromptsFileError,
+    SettingsError,
+    TakenError,
+    UsageError,
+    UserError,
+    kind_of,
+)
 from kandinsky5_nabla.pipeline.checks import MAX_COUNT, Report, prompt_list
 from kandinsky5_nabla.pipeline.codecs import Codec
 from kandinsky5_nabla.scripts._batch import Batch, plan_batch, planned_for_all
@@ -115,10 +127,10 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
     if embeds is not None and not args.prompt:
         args.prompt = list(embeds.texts.prompts)
     setup = make_setup(report, args, args.num_videos, len(args.prompt or [""]))
-    report.add(_prompt_problems(args, saved))
+    report.extend(_prompt_problems(args, saved))
     if args.negative_prompt is not None:
         report.attempt(prompt_list, args.negative_prompt, "negative prompt")
-    report.add([] if args.seed is None else seed_problems(args.seed, args.num_videos))
+    report.add(SettingsError, [] if args.seed is None else seed_problems(args.seed, args.num_videos))
     codec = codec_of(args)
     crf = report.attempt(codec.quality, args.crf)
     report.attempt(codec.rate, setup.preset.fps)
@@ -126,31 +138,35 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
     overwrite = args.overwrite or own
     if args.prompts is None:
         batch, videos = None, _videos(report, args, codec, saved, overwrite)
-        report.add([] if saved is not None and saved.folder is not None else _state_problems(videos, args.overwrite))
+        if saved is None or saved.folder is None:
+            report.add(TakenError, _state_problems(videos, args.overwrite))
     else:
         batch = plan_batch(report, args, setup, codec, crf, argv)
         videos = [] if batch is None else batch.videos
     if saved is not None:
-        report.add(saved.problems(setup))
+        report.extend(saved.problems(setup))
     if args.checkpoint_every is not None and not 1 <= args.checkpoint_every <= MAX_COUNT:
-        report.add([f"--checkpoint-every {args.checkpoint_every}: must be from 1 to {MAX_COUNT} steps"])
+        report.add(SettingsError, [f"--checkpoint-every {args.checkpoint_every}: must be from 1 to {MAX_COUNT} steps"])
     if args.report is not None:
-        report.add(named_file_problems("report", args.report, "report.json", args.overwrite))
+        report.extend(named_file_problems("report", args.report, "report.json", args.overwrite))
         if os.path.realpath(args.report) in [os.path.realpath(video.record) for video in videos]:
-            report.add([f"report {args.report}: is the name of the video's own record; choose another"])
-        report.add([] if setup.sparse else [f"--report: {NOTHING_TO_REPORT}; leave it out"])
+            report.add(OutputError, [f"report {args.report}: is the name of the video's own record; choose another"])
+        report.add(BackendError, [] if setup.sparse else [f"--report: {NOTHING_TO_REPORT}; leave it out"])
     if args.save_embeds is not None:
-        report.add(named_file_problems("save-embeds", args.save_embeds, "prompts.safetensors", args.overwrite))
-        report.add(["--save-embeds: the prompts come from --embeds already; leave one out"] if args.embeds else [])
+        report.extend(named_file_problems("save-embeds", args.save_embeds, "prompts.safetensors", args.overwrite))
+        if args.embeds is not None:
+            report.add(UsageError, ["--save-embeds: the prompts come from --embeds already; leave one out"])
         if len({video.negative_prompt for video in videos}) > 1:
-            report.add(["--save-embeds: holds one negative prompt, and the rows have several; leave it out"])
-    report.add(log_problems(args.log))
+            report.add(
+                UsageError, ["--save-embeds: holds one negative prompt, and the rows have several; leave it out"]
+            )
+    report.extend(log_problems(args.log))
     if embeds is not None:
-        report.add(_embeds_problems(embeds, setup, args.prompt))
+        report.add(EmbedsError, _embeds_problems(embeds, setup, args.prompt))
     preview = _preview(report, args, setup, videos)
     if batch is not None and not report.problems:
         setup = planned_for_all(report, setup, videos) if videos else setup
-        report.add([] if videos or batch.done else batch.describe()["bad"])
+        report.add(PromptsFileError, [] if videos or batch.done else batch.describe()["bad"])
     if args.expand_prompt:
         check_expansion(report, args, setup.checkpoint)
     if report.problems:
@@ -174,14 +190,16 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
     )
 
 
-def _prompt_problems(args: argparse.Namespace, saved: Saved | None) -> list[str]:
+def _prompt_problems(args: argparse.Namespace, saved: Saved | None) -> list[UserError]:
     """Return what is wrong with where the prompts come from."""
     if args.prompts is not None:
         others = {"--prompt": args.prompt, "--embeds": args.embeds, "--resume, --decode-only and --from": saved}
-        both = [name for name, value in others.items() if value]
-        return [f"--prompts {args.prompts}: has the prompts of the run; leave {' and '.join(both)} out"] if both else []
+        both = " and ".join(name for name, value in others.items() if value)
+        sentence = f"--prompts {args.prompts}: has the prompts of the run; leave {both} out"
+        return [UsageError(sentence)] if both else []
     if not args.prompt:
-        return [] if args.embeds else ["no prompt was given: add --prompt TEXT (an empty text is allowed)"]
+        sentence = "no prompt was given: add --prompt TEXT (an empty text is allowed)"
+        return [] if args.embeds else [PromptError(sentence)]
     report = Report()
     report.attempt(prompt_list, args.prompt)
     return report.problems
@@ -194,8 +212,8 @@ def _videos(
     typed = {} if saved is None else {saved.record.prompt: saved.record.short_prompt}
     unusable = folder_problems("output", Path()) if args.output is None else video_problems(args.output, codec)
     videos = [] if unusable or args.num_videos > MAX_COUNT else videos_of(args, codec, typed)
-    report.add(unusable or taken("output", [video.output for video in videos], overwrite, codec))
-    report.add(taken("output", [video.record for video in videos], overwrite))
+    report.extend(unusable or taken("output", [video.output for video in videos], overwrite, codec))
+    report.extend(taken("output", [video.record for video in videos], overwrite))
     return videos
 
 
@@ -205,7 +223,7 @@ def _load_embeds(report: Report, path: Path) -> EmbedsFile | None:
     try:
         return load_embeds(path)
     except (OSError, ValueError) as error:
-        report.add([f"--embeds: {error}"])
+        report.add(kind_of(error, EmbedsError), [f"--embeds: {error}"])
         return None
 
 
@@ -214,7 +232,7 @@ def _preview(report: Report, args: argparse.Namespace, setup: Setup, videos: lis
     if args.preview is None:
         return None
     known = not report.problems  # of a checkpoint that is refused nothing more is read
-    report.add(taken("output", [video.sheet for video in videos if not video.begun], args.overwrite))
+    report.extend(taken("output", [video.sheet for video in videos if not video.begun], args.overwrite))
     if not known:
         return None
     from kandinsky5_nabla.scripts._preview import find_map  # here: it loads torch

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
+from kandinsky5_nabla.configs.errors import PreviewError
 from kandinsky5_nabla.pipeline.export import to_uint8
 from kandinsky5_nabla.pipeline.files import complete_file
 from kandinsky5_nabla.pipeline.preview import PreviewMap, clean_estimate, preview_frames, shipped_maps, vae_fingerprint
@@ -35,13 +36,13 @@ def find_map(asked: Path | bool, checkpoint: Checkpoint) -> PreviewMap:
     Opens no connection, and of the VAE reads one layer of a kilobyte.
 
     Raises:
-        ValueError: if the VAE is not on this machine, or there is no map of it; says what fits one.
+        PreviewError: if the VAE is not on this machine, or there is no map of it; says what fits one.
     """
     try:
         folder = dataclasses.replace(checkpoint, offline=True).vae_folder()
         fingerprint = vae_fingerprint(folder)
     except (OSError, ValueError) as error:
-        raise ValueError(
+        raise PreviewError(
             f"--preview: its colours are those of one VAE, which has to be here before the run: {error}; "
             f"once it is, `{fit_command('FOLDER')}` fits them, and --preview preview.json takes them"
         ) from error
@@ -49,14 +50,14 @@ def find_map(asked: Path | bool, checkpoint: Checkpoint) -> PreviewMap:
     if isinstance(asked, bool):
         fitting = [each for each in shipped_maps() if each.vae == fingerprint]
         if not fitting:
-            raise ValueError(f"--preview: no map from latents to colours is shipped for the VAE in {folder}; {fit}")
+            raise PreviewError(f"--preview: no map from latents to colours is shipped for the VAE in {folder}; {fit}")
         return fitting[0]
     try:
         found = PreviewMap.from_json(asked.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--preview {asked}: {error}; {fit}") from error
+        raise PreviewError(f"--preview {asked}: {error}; {fit}") from error
     if found.vae != fingerprint:
-        raise ValueError(f"--preview {asked}: was fitted for another VAE than the one in {folder}; {fit}")
+        raise PreviewError(f"--preview {asked}: was fitted for another VAE than the one in {folder}; {fit}")
     return found
 
 

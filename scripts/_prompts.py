@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kandinsky5_nabla.configs.errors import PromptsFileError
+
 COLUMNS: dict[str, type] = {
     "prompt": str,
     "negative_prompt": str,
@@ -52,14 +54,14 @@ def read_prompts(path: Path) -> list[Row]:
     readers = {".txt": _txt, ".csv": _csv, ".jsonl": _jsonl}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise ValueError(f"{path}: must be a name that ends in {', '.join(readers)}; .txt has a prompt a line")
+        raise PromptsFileError(f"{path}: must be a name that ends in {', '.join(readers)}; .txt has a prompt a line")
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: byte {error.start} is not UTF-8; save the file in UTF-8") from error
+        raise PromptsFileError(f"{path}: byte {error.start} is not UTF-8; save the file in UTF-8") from error
     rows = list(reader(path, text))
     if not rows:
-        raise ValueError(f"{path}: has no prompt; a line, or a row below the column names, is one")
+        raise PromptsFileError(f"{path}: has no prompt; a line, or a row below the column names, is one")
     return rows
 
 
@@ -92,11 +94,13 @@ def _csv(path: Path, text: str) -> Iterator[Row]:
 
 def _require_columns(path: Path, names: list[str]) -> None:
     if "prompt" not in names:
-        raise ValueError(f"{path}: the first row must name the columns, prompt among them; it is {', '.join(names)!r}")
+        raise PromptsFileError(
+            f"{path}: the first row must name the columns, prompt among them; it is {', '.join(names)!r}"
+        )
     problems = [_unknown(name) for name in names if name not in COLUMNS]
     problems += [f"there are two columns {name!r}" for name in dict.fromkeys(names) if names.count(name) > 1]
     if problems:
-        raise ValueError(f"{path}: {'; '.join(problems)}")
+        raise PromptsFileError(f"{path}: {'; '.join(problems)}")
 
 
 def _jsonl(path: Path, text: str) -> Iterator[Row]:
@@ -126,7 +130,7 @@ def _row(line: int, values: dict[str, Any]) -> Row:
             continue
         try:
             given[name] = _typed(value, kind)
-        except ValueError:
+        except (TypeError, ValueError):
             problems.append(f"{name} {value!r}: must be {'text' if kind is str else 'a whole number'}")
     return Row(line, given.pop("prompt", ""), given, tuple(problems))
 
@@ -135,14 +139,14 @@ def _typed(value: Any, kind: type) -> Any:
     """Return a value of its type.
 
     Raises:
-        ValueError: if it is not of it; true is no number, and 1.5 no whole one.
+        TypeError, ValueError: if it is not of it; true is no number, and 1.5 no whole one.
     """
     if kind is str:
         if not isinstance(value, str):
-            raise ValueError
+            raise TypeError
         return value.strip()
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError
+        raise TypeError
     return int(value)
 
 

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kandinsky5_nabla.configs.errors import NotFoundError, RecordError
 from kandinsky5_nabla.configs.tiles import vae_tiles
 from kandinsky5_nabla.scripts._checkpoint import PARTS
 
@@ -170,16 +171,16 @@ class Record:
         with suppress(ValueError, RecursionError):
             values = json.loads(text)
         if not isinstance(values, dict) or "format" not in values:
-            raise ValueError("holds no record of a run")
+            raise RecordError("holds no record of a run")
         if (found := values.pop("format")) != FORMAT:
-            raise ValueError(f"holds a record of the format {found!r}; this version reads {FORMAT}")
+            raise RecordError(f"holds a record of the format {found!r}; this version reads {FORMAT}")
         names = {field.name for field in fields(cls)}
         if differing := sorted(names ^ values.keys()):
-            raise ValueError(f"holds a damaged record: {', '.join(differing)} missing or unknown")
+            raise RecordError(f"holds a damaged record: {', '.join(differing)} missing or unknown")
         for field in fields(cls):
             value, kind = values[field.name], _JSON_TYPES[re.split(r"\W", str(field.type))[0]]
             if not (isinstance(value, kind) or (value is None and "None" in str(field.type))):
-                raise ValueError(f"holds a damaged record: {field.name} is {value!r}")
+                raise RecordError(f"holds a damaged record: {field.name} is {value!r}")
         values |= {name: tuple(values[name]) for name in ("loras", "scale_factor")}
         return cls(**values)
 
@@ -196,7 +197,7 @@ def read_record(path: Path) -> Record:
         OSError, ValueError: if it cannot be read, or there is none.
     """
     if not os.path.exists(path):  # not Path's, which raises for a name that is too long
-        raise FileNotFoundError("there is no such file")
+        raise NotFoundError("there is no such file")
     if path.suffix == ".json":
         return Record.from_json(path.read_text("utf-8"))
     from kandinsky5_nabla.pipeline.export import read_comment

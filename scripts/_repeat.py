@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kandinsky5_nabla.configs.errors import NotFoundError, RecordError, StateError, UsageError, UserError
 from kandinsky5_nabla.pipeline.checks import Geometry
 from kandinsky5_nabla.pipeline.codecs import CODECS
-from kandinsky5_nabla.scripts._arguments import BadUsage
 from kandinsky5_nabla.scripts._record import FIXED, Record, as_argv, read_record, versions
 from kandinsky5_nabla.scripts._setup import BadInput, Setup
 from kandinsky5_nabla.scripts._state import SUFFIX, StateFolder
@@ -83,17 +83,18 @@ class Saved:
         changed = [f"{name} {then.get(name)}, here {now[name]}" for name in now if then.get(name) != now[name]]
         return [f"{self.source} was made with {'; '.join(changed)}: numbers may differ"] if changed else []
 
-    def problems(self, setup: Setup) -> Iterator[str]:
+    def problems(self, setup: Setup) -> Iterator[UserError]:
         """Yield which numbers of the preset are no longer those of the record, and whether the latents are its own."""
         now = {"scale_factor": tuple(map(float, setup.settings.scale_factor)), "fps": float(setup.preset.fps)}
         for name in () if self.chosen else FIXED:
             if now[name] != getattr(self.record, name):
-                yield (
+                yield RecordError(
                     f"{self.source} was made with {name} {getattr(self.record, name)}, and the preset "
                     f"{self.record.preset} has {now[name]} now: use the preset as it was"
                 )
         if self.shape is not None and self.shape != (expected := _shape_of_latents(setup, self.shape[-1])):
-            yield f"{self.folder}: its latents are {self.shape}, those of its video are {expected}; start the run anew"
+            shapes = f"its latents are {self.shape}, those of its video are {expected}"
+            yield StateError(f"{self.folder}: {shapes}; start the run anew")
 
 
 def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Saved | None]:
@@ -107,15 +108,18 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple
     if not sources:
         return args, None
     if len(sources) > 1:
-        raise BadInput([f"{' and '.join(SOURCES[name] for name in sources)} exclude each other: give one"])
+        both = " and ".join(SOURCES[name] for name in sources)
+        raise BadInput([UsageError(f"{both} exclude each other: give one")])
     way, source = sources[0], given.pop(sources[0])
     if "expand_prompt" in given and (way != "repeat" or "prompt" not in given):
-        raise BadInput([f"--expand-prompt: {SOURCES[way]} {source} takes that run's text as it is; {_INSTEAD[way]}"])
+        problem = f"--expand-prompt: {SOURCES[way]} {source} takes that run's text as it is; {_INSTEAD[way]}"
+        raise BadInput([UsageError(problem)])
     try:
         saved = _saved_video(source) if way == "repeat" else _saved_state(source)
         recorded = vars(parser.parse_args(saved.record.arguments()))
-    except (OSError, ValueError, BadUsage) as error:
-        raise BadInput([f"{SOURCES[way]} {source}: {error}"]) from error
+    except (OSError, ValueError) as error:  # also the UsageError of a value that no argument can have
+        kind = NotFoundError if isinstance(error, NotFoundError) else RecordError if way == "repeat" else StateError
+        raise BadInput([kind(f"{SOURCES[way]} {source}: {error}")]) from error
     replaced = {name: None for argument in given for name in REPLACED.get(argument, ())}
     if saved.folder is None:
         if given.get("attention") == "SDPA":  # dense attention has no P
@@ -132,7 +136,7 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple
             f"go on with --resume {saved.folder}"
         )
     if problems:
-        raise BadInput(problems)
+        raise BadInput(map(StateError, problems))
     return argparse.Namespace(**recorded | replaced | given | {way: source, "embeds": saved.folder.text}), saved
 
 
@@ -155,14 +159,14 @@ def running_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def _saved_state(source: Path) -> Saved:
     if not source.name:  # "." or "/"
-        raise FileNotFoundError(f"names no state; they are called NAME{SUFFIX}")
+        raise NotFoundError(f"names no state; they are called NAME{SUFFIX}")
     folder = StateFolder(source) if source.suffix == SUFFIX else StateFolder.of(source)
     output, record = folder.read_settings()
     state = folder.load()
     if state is None:
         return Saved(source, record, output, folder)
     if state["completed"] > record.num_inference_steps:
-        raise ValueError(f"{folder} is damaged: {state['completed']} of {record.num_inference_steps} steps are done")
+        raise StateError(f"{folder} is damaged: {state['completed']} of {record.num_inference_steps} steps are done")
     return Saved(source, record, output, folder, state["completed"], tuple(state["latents"].shape))
 
 

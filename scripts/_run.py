@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers import AutoencoderKLHunyuanVideo
 
+from kandinsky5_nabla.configs.errors import BackendError, CheckpointError
 from kandinsky5_nabla.models.text_encoder import QwenTextEncoder
 from kandinsky5_nabla.pipeline import Kandinsky5NablaPipeline
 from kandinsky5_nabla.pipeline.attention_report import AttentionRecord, recorded_attention, report_of
@@ -50,7 +51,7 @@ def run(
     of prompts that has none; the run goes on with the next row.
 
     Raises:
-        RuntimeError: if a stage fails before the first video; the message names it.
+        UserError: if a stage fails before the first video; the message names it.
         Unfinished: if a video is not completed that is of no such row, or nothing more can be written.
     """
     speak_plainly()
@@ -61,7 +62,7 @@ def run(
     if rows is None:
         return described
     say("done", rows.summary())
-    failed = [{"line": failure.line, "problems": failure.problems} for failure in rows.failed]
+    failed = [failure.describe() for failure in rows.failed]
     return {**described, "failed": failed}
 
 
@@ -102,7 +103,7 @@ def _attempt(of_all: Run, video: Video, before: dict[str, float], rows: Rows | N
     except Unfinished as error:
         if rows is None or error.ends_all:
             raise
-        rows.fail(video, str(error))
+        rows.fail(video, error.problem)
         return None
     if rows is not None:
         rows.complete(video)
@@ -115,7 +116,7 @@ def _encoded(
     """Return the run once its text is encoded, or read, and the text encoders are released where that was planned."""
     settings = pipe.resolve_settings(**setup.given)
     if plan.report is not None and settings.nabla_P is None:
-        raise RuntimeError(f"the report cannot be made: {NOTHING_TO_REPORT}; leave --report out")
+        raise BackendError(f"the report cannot be made: {NOTHING_TO_REPORT}; leave --report out")
     if setup.expand_prompt:
         plan = expand_videos(pipe, plan, spent)
     with stage("text", spent, "encoding the text" if plan.embeds is None else f"reading {plan.embeds.path}"):
@@ -165,7 +166,7 @@ def _decoder(setup: Setup) -> tuple[Kandinsky5NablaPipeline, Setup]:
     """Return a pipeline of the VAE alone on its device; errors as of `load`."""
     folder = setup.checkpoint.vae_folder()
     if problems := check_part("vae", folder) or check_part_weights("vae", folder):
-        raise ValueError(f"the checkpoint cannot be loaded: {'; '.join(problems)}")
+        raise CheckpointError(f"the checkpoint cannot be loaded: {'; '.join(problems)}")
     vae = AutoencoderKLHunyuanVideo.from_pretrained(folder, torch_dtype=torch.float32, use_safetensors=True)
     pipe = Kandinsky5NablaPipeline(None, vae, preset=setup.checkpoint.config)
     pipe.to(setup.device)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kandinsky5_nabla.configs import Preset, find_preset
+from kandinsky5_nabla.configs.errors import DeviceError, SettingsError, UsageError, UserError
 from kandinsky5_nabla.configs.tiles import Tile, find_tile
 from kandinsky5_nabla.pipeline.checks import MAX_COUNT, Geometry, Report, Settings, frames_of_duration
 from kandinsky5_nabla.pipeline.lora_files import LoraRequest
@@ -28,11 +29,11 @@ NOTHING_TO_REPORT = "attention is dense here and keeps every block, so there is 
 
 
 class BadInput(Exception):
-    """The request cannot be honoured; `problems` says why, one sentence each."""
+    """The request cannot be honoured; `problems` says why."""
 
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
+    def __init__(self, problems: Iterable[UserError]) -> None:
+        self.problems = list(problems)
+        super().__init__("; ".join(map(str, self.problems)))
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Setup:
         settings = dataclasses.replace(self.settings, **given)
         resized = dataclasses.replace(self, given={**self.given, **given}, settings=settings, largest=settings)
         problems = settings.problems(self.geometry)
-        report.add(problems)
+        report.add(SettingsError, problems)
         return resized if problems else resized.planned(report)
 
     def planned(self, report: Report) -> Setup:
@@ -160,11 +161,13 @@ def make_setup(
     known = _numbers_of(configs, geometry, preset) | {name: v for name, v in given.items() if v is not None}
     settings = Settings.from_preset(preset, geometry, **known, num_videos=num_videos)
     problems = settings.problems(geometry)
-    report.add(problems)
+    report.add(SettingsError, problems)
     before = len(report.problems)
     device = _device(report, args.device, preset)
     if args.offload not in ("auto", "none") and device == "cpu":
-        report.add([f"--offload {args.offload}: moves parts to the CPU, and this run is on it; leave it out"])
+        report.add(
+            SettingsError, [f"--offload {args.offload}: moves parts to the CPU, and this run is on it; leave it out"]
+        )
     dtype = args.dtype or ("float32" if device == "cpu" else "bfloat16")
     setup = Setup(
         checkpoint,
@@ -187,7 +190,7 @@ def make_setup(
         getattr(args, "expand_prompt", False),  # other command lines have no prompts
     )
     if len(report.problems) == before:  # the device exists
-        report.add(precision_problems(setup.text_encoder_dtype, setup.dit_dtype, device))
+        report.extend(precision_problems(setup.text_encoder_dtype, setup.dit_dtype, device))
     if report.problems:  # a plan of memory would be about another run
         return setup
     return setup.planned(report)
@@ -244,7 +247,7 @@ def _num_frames(report: Report, args: argparse.Namespace, geometry: Geometry, pr
     if args.duration is None:
         return args.num_frames
     if args.num_frames is not None:
-        report.add(["--num-frames and --duration say the same thing: give one of them"])
+        report.add(UsageError, ["--num-frames and --duration say the same thing: give one of them"])
     return report.attempt(frames_of_duration, geometry, args.duration, preset.fps)
 
 
@@ -255,19 +258,18 @@ def _device(report: Report, name: str | None, preset: Preset) -> str:
     cuda = torch.cuda.is_available()
     if name is None:
         if not cuda and preset.local_folder is None:
-            report.add(
-                [
-                    f"{preset.name} needs a CUDA device, and there is none: try --config demo, "
-                    "or add --device cpu to run it here, slowly and with much memory"
-                ]
+            sentence = (
+                f"{preset.name} needs a CUDA device, and there is none: try --config demo, "
+                "or add --device cpu to run it here, slowly and with much memory"
             )
+            report.add(DeviceError, [sentence])
         return "cuda" if cuda else "cpu"
     if name == "cpu":
         return name
     if not re.fullmatch(r"cuda(:\d+)?", name):
-        report.add([f"device {name!r}: must be cpu, cuda or cuda:N"])
+        report.add(DeviceError, [f"device {name!r}: must be cpu, cuda or cuda:N"])
     elif not cuda:
-        report.add([f"device {name}: there is no CUDA device here; --device cpu works"])
+        report.add(DeviceError, [f"device {name}: there is no CUDA device here; --device cpu works"])
     elif int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
-        report.add([f"device {name}: there are {torch.cuda.device_count()}, from cuda:0"])
+        report.add(DeviceError, [f"device {name}: there are {torch.cuda.device_count()}, from cuda:0"])
     return name

@@ -7,18 +7,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kandinsky5_nabla.scripts._failures import kind_of_failure
 from kandinsky5_nabla.scripts._log import say
 
 
 @contextmanager
 def stage(name: str, spent: dict[str, float], title: str) -> Iterator[None]:
-    """Announce a stage, record its seconds in `spent`, and on failure say what failed."""
+    """Announce a stage, record its seconds in `spent`, and on failure say what failed, with a kind of the catalogue."""
     say("stage", f"{title} ...", stage=name)
     start = time.perf_counter()
     try:
         yield
     except Exception as error:
-        raise RuntimeError(f"{name} failed with {type(error).__name__}: {str(error).strip()}") from error
+        kind = kind_of_failure(error)
+        raise kind(f"{name} failed with {type(error).__name__}: {str(error).strip()}") from error
     spent[name] = time.perf_counter() - start
     say("stage_done", f"{name} took {spent[name]:.1f} s", logging.DEBUG, stage=name, seconds=round(spent[name], 3))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kandinsky5_nabla.configs.errors import NotFoundError, StateError
 from kandinsky5_nabla.scripts._record import Record
 
 if TYPE_CHECKING:
@@ -94,13 +95,13 @@ class StateFolder:
             ValueError: if settings.json is damaged.
         """
         if not self.exists():
-            raise FileNotFoundError(f"there is no state of a run in {self}")
+            raise NotFoundError(f"there is no state of a run in {self}")
         try:
             settings = json.loads((self.path / _SETTINGS).read_text("utf-8"))
             output = self.path.with_name(settings.pop("output"))
             return output, Record.from_json(json.dumps(settings))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{self.path / _SETTINGS} is damaged: {error}") from error
+            raise StateError(f"{self.path / _SETTINGS} is damaged: {error}") from error
 
     def save(self, latents: torch.Tensor, completed: int) -> None:
         """Keep latents `[B, T, H, W, C]` after so many steps; those of an earlier step are replaced.

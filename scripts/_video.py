@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kandinsky5_nabla.configs.errors import InterruptedRun, OutOfMemoryError
 from kandinsky5_nabla.configs.tiles import find_tile, next_smaller
 from kandinsky5_nabla.pipeline import Kandinsky5NablaPipeline, export_video
 from kandinsky5_nabla.pipeline.embeds_file import EncodedTexts
 from kandinsky5_nabla.pipeline.offload import release
 from kandinsky5_nabla.pipeline.text import TextEmbeddings
 from kandinsky5_nabla.scripts._arguments import Unfinished
+from kandinsky5_nabla.scripts._failures import is_out_of_memory, kind_of_failure
 from kandinsky5_nabla.scripts._log import say
 from kandinsky5_nabla.scripts._memory import less_for_denoising
 from kandinsky5_nabla.scripts._outputs import write_json
@@ -150,7 +152,8 @@ def _kept(run: Run, folder: StateFolder, video: Video) -> Iterator[None]:
         elif waiting := run.plan.videos[run.plan.videos.index(video) + 1 :]:
             said.append(f"not begun: {', '.join(str(other.output) for other in waiting)}")
         code, ends_all = 130 if interrupted else 1, interrupted or _is_of_the_disk(error)
-        raise Unfinished(code, "; ".join(said), command, ends_all) from error
+        kind = InterruptedRun if interrupted else kind_of_failure(error)
+        raise Unfinished(code, kind("; ".join(said)), command, ends_all) from error
 
 
 def _is_of_the_disk(error: BaseException | None) -> bool:
@@ -244,8 +247,8 @@ def _denoising(run: Run) -> Iterator[None]:
     except Exception as error:
         if run.interrupts.requested and not isinstance(error, OSError):  # but for a save that failed
             raise KeyboardInterrupt from error  # a terminal sends Ctrl-C to compilers too, which end at once
-        if _is_out_of_memory(error):
-            raise MemoryError(f"{error}. {less_for_denoising(run.setup)}") from error
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(f"{error}. {less_for_denoising(run.setup)}") from error
         raise
 
 
@@ -264,7 +267,7 @@ def _decode(
         try:
             return run.pipe.decode(latents, "np", first)[0], tile
         except (RuntimeError, MemoryError) as error:
-            if smaller is None or not _is_out_of_memory(error):
+            if smaller is None or not is_out_of_memory(error):
                 raise
             reason = " ".join(str(error).split())
             say("warning", f"memory ran out ({reason}): decoding again with {smaller.name}", logging.WARNING)
@@ -273,11 +276,6 @@ def _decode(
             return run.pipe.decode(latents, "np", smaller)[0], smaller.name
         except (RuntimeError, MemoryError) as error:
             last = next_smaller(smaller)
-            if last is None or not _is_out_of_memory(error):
+            if last is None or not is_out_of_memory(error):
                 raise
-            raise MemoryError(f"{error}. --decode-only {folder} --vae-tile {last.name} takes less") from error
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out; on a CPU torch has no class of its own for that, only the allocator's name."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+            raise OutOfMemoryError(f"{error}. --decode-only {folder} --vae-tile {last.name} takes less") from error

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kandinsky5_nabla.configs.errors import OutputError, SettingsError, UserError
+
 if TYPE_CHECKING:  # imported where they are used: --help answers at once
     import numpy as np
     from PIL import Image
@@ -29,7 +31,7 @@ def contact_sheet(frames: "Mapping[int, np.ndarray]", columns: int) -> "Image.Im
     cell_width = min(width, (_MAX_WIDTH - _GAP) // columns - _GAP)
     if cell_width < 1:
         most = (_MAX_WIDTH - _GAP) // (1 + _GAP)
-        raise ValueError(f"{columns} columns leave no room for a frame; at most {most} fit on {_MAX_WIDTH} pixels")
+        raise SettingsError(f"{columns} columns leave no room for a frame; at most {most} fit on {_MAX_WIDTH} pixels")
     cell_height = max(1, round(height * cell_width / width))
     step_x, step_y = cell_width + _GAP, cell_height + _CAPTION + _GAP
     rows = -(-len(frames) // columns)
@@ -45,7 +47,9 @@ def contact_sheet(frames: "Mapping[int, np.ndarray]", columns: int) -> "Image.Im
 def evenly_spaced(count: int, total: int) -> list[int]:
     """Return `count` of the numbers 0..total-1, evenly spaced, the first and (for count > 1) the last included."""
     if not 1 <= count <= total:
-        raise ValueError(f"the number of frames must be between 1 and {total}, as many as the video has, got {count}")
+        raise SettingsError(
+            f"the number of frames must be between 1 and {total}, as many as the video has, got {count}"
+        )
     return [round(index * (total - 1) / max(1, count - 1)) for index in range(count)]
 
 
@@ -58,9 +62,9 @@ def write_contact_sheet(video: Path, output: Path, columns: int, count: int | No
     from kandinsky5_nabla.pipeline.files import complete_file
 
     if output.suffix.lower() != ".png":
-        raise ValueError(f"the sheet's name must end in .png, got {output.name!r}")
+        raise OutputError(f"the sheet's name must end in .png, got {output.name!r}")
     if columns < 1:
-        raise ValueError(f"--columns must be at least 1, got {columns}")
+        raise SettingsError(f"--columns must be at least 1, got {columns}")
     total = probe_video(video).num_frames
     numbers = evenly_spaced(min(DEFAULT_FRAMES, total) if count is None else count, total)
     with complete_file(output, overwrite=overwrite) as temporary:
@@ -88,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = arguments.output or arguments.video.with_suffix(".png")
     try:
         write_contact_sheet(arguments.video, output, arguments.columns, arguments.frames, arguments.overwrite)
-    except (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError) as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:

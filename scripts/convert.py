@@ -20,7 +20,19 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kandinsky5_nabla.scripts._arguments import BadUsage, Parser, fail, fail_running
+from kandinsky5_nabla.configs.errors import (
+    CheckpointError,
+    InterruptedRun,
+    NotFoundError,
+    OutputError,
+    RequestError,
+    SettingsError,
+    TakenError,
+    UsageError,
+    UserError,
+    kind_of,
+)
+from kandinsky5_nabla.scripts._arguments import Parser, fail, fail_running
 
 if TYPE_CHECKING:
     from kandinsky5_nabla.configs import Preset
@@ -63,16 +75,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = build_parser().parse_args(argv)
         write = _check(args)
-    except (BadUsage, ValueError, FileNotFoundError) as error:
-        return fail(2, [str(error)])
+    except (UserError, ValueError) as error:
+        return fail(2, [kind_of(error, RequestError)(str(error))])
     except KeyboardInterrupt:
-        return fail(130, ["interrupted"])
+        return fail(130, [InterruptedRun("interrupted")])
     try:
         print(write())
     except Exception as error:
         return fail_running(error, args.debug)
     except KeyboardInterrupt:
-        return fail(130, ["interrupted"])
+        return fail(130, [InterruptedRun("interrupted")])
     return 0
 
 
@@ -84,11 +96,11 @@ def _check(args: argparse.Namespace) -> Write:
         ValueError: with all that is wrong.
     """
     if not args.source.exists():
-        raise FileNotFoundError(f"{args.source} is missing")
+        raise NotFoundError(f"{args.source} is missing")
     layout = "original" if args.source.is_dir() else "diffusers"
     if args.to not in (None, layout):
         kind = "a folder, which" if args.source.is_dir() else "a file, which"
-        raise ValueError(f"--to {args.to}: {args.source} is {kind} has that layout; leave --to out, or give another")
+        raise UsageError(f"--to {args.to}: {args.source} is {kind} has that layout; leave --to out, or give another")
     return _check_to_original(args) if layout == "original" else _check_to_diffusers(args)
 
 
@@ -106,10 +118,11 @@ def _check_to_original(args: argparse.Namespace) -> Write:
     report = Report()
     for name in ("config", "parts", "max_shard_size"):
         if getattr(args, name) is not None:
-            report.add([f"--{name.replace('_', '-')}: is for the Diffusers layout, and {args.source} has it already"])
-    report.add(named_file_problems("DEST", args.dest, "transformer.safetensors", args.overwrite))
-    report.add(_overlap_problems(args))
-    report.add(check_part("transformer", folder))
+            sentence = f"--{name.replace('_', '-')}: is for the Diffusers layout, and {args.source} has it already"
+            report.add(UsageError, [sentence])
+    report.extend(named_file_problems("DEST", args.dest, "transformer.safetensors", args.overwrite))
+    report.add(OutputError, _overlap_problems(args))
+    report.add(CheckpointError, check_part("transformer", folder))
     report.raise_if_any()
     headers = read_headers(weight_files(folder, DIFFUSERS_WEIGHTS))
     build_on_meta(
@@ -138,13 +151,14 @@ def _check_to_diffusers(args: argparse.Namespace) -> Write:
 
     file = checked_file(args.source)
     report = Report()
-    report.add([*_folder_problems(args.dest, args.overwrite), *_overlap_problems(args)])
+    report.extend(_folder_problems(args.dest, args.overwrite))
+    report.add(OutputError, _overlap_problems(args))
     headers = report.attempt(read_headers, [file]) or {}
     preset = report.attempt(preset_of_file, file, args.config)
     attention = {} if preset is None else attention_of(preset)
     config = report.attempt(config_from_headers, headers, **attention) if headers else None
     if config is not None:
-        report.add(_part_problems(args.parts, config))
+        report.add(CheckpointError, _part_problems(args.parts, config))
     report.raise_if_any()
     assert preset is not None, "the report had a problem otherwise"
     assert config is not None, "likewise"
@@ -208,7 +222,7 @@ def _original_metadata(headers: Mapping[str, TensorHeader]) -> dict[str, str] | 
     kept = (_raw_header(next(iter(headers.values())).file)[0].get("__metadata__") or {}).get(ORIGINAL_METADATA)
     original = FORMAT if kept is None else json.loads(kept)
     if original is not None and not (isinstance(original, dict) and all(isinstance(v, str) for v in original.values())):
-        raise ValueError(f"{ORIGINAL_METADATA} in the metadata must be an object of texts, or null, not {kept}")
+        raise CheckpointError(f"{ORIGINAL_METADATA} in the metadata must be an object of texts, or null, not {kept}")
     return original
 
 
@@ -216,12 +230,15 @@ def _shards(headers: dict[str, TensorHeader], max_size: str) -> dict[str, dict[s
     """Return the files of the Diffusers layout with their tensors, as diffusers would divide them."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    split = split_state_dict_into_shards_factory(
-        headers,
-        get_storage_size=lambda header: header.nbytes,
-        filename_pattern="diffusion_pytorch_model{suffix}.safetensors",
-        max_shard_size=max_size,
-    )
+    try:
+        split = split_state_dict_into_shards_factory(
+            headers,
+            get_storage_size=lambda header: header.nbytes,
+            filename_pattern="diffusion_pytorch_model{suffix}.safetensors",
+            max_shard_size=max_size,
+        )
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
     return {file: {name: headers[name] for name in names} for file, names in split.filename_to_tensors.items()}
 
 
@@ -300,21 +317,20 @@ def complete_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _folder_problems(dest: Path, overwrite: bool) -> list[str]:
+def _folder_problems(dest: Path, overwrite: bool) -> list[UserError]:
     """Return why DEST cannot become a folder. A folder that holds more than a checkpoint is not replaced."""
     from kandinsky5_nabla.pipeline.components import LOADERS
     from kandinsky5_nabla.scripts._outputs import folder_problems
 
     if os.path.lexists(dest) and not dest.is_dir():
-        return [f"DEST {dest}: is a file; name a folder"]
+        return [TakenError(f"DEST {dest}: is a file; name a folder")]
     there = sorted(path.name for path in dest.iterdir()) if dest.is_dir() else []
     others = [name for name in there if name not in (*LOADERS, "model_index.json")]
     if others and overwrite:
-        return [
-            f"DEST {dest}: holds {', '.join(others[:3])}, which no checkpoint has; it is not replaced, name another"
-        ]
+        held = ", ".join(others[:3])
+        return [TakenError(f"DEST {dest}: holds {held}, which no checkpoint has; it is not replaced, name another")]
     if there and not overwrite:
-        return [f"DEST {dest}: exists; choose another name or add --overwrite"]
+        return [TakenError(f"DEST {dest}: exists; choose another name or add --overwrite")]
     return folder_problems("DEST", dest.absolute().parent)
 
 

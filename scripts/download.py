@@ -10,7 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from kandinsky5_nabla.scripts._arguments import BadUsage, Parser, fail, fail_running
+from kandinsky5_nabla.configs.errors import InterruptedRun, UsageError, UserError
+from kandinsky5_nabla.scripts._arguments import Parser, fail, fail_running
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,10 +35,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code."""
     try:
         return _main(build_parser().parse_args(argv))
-    except BadUsage as error:
-        return fail(2, [str(error)])
+    except UsageError as error:
+        return fail(2, [error])
     except KeyboardInterrupt:
-        return fail(130, ["interrupted; a new run continues with the files that are not finished"])
+        return fail(130, [InterruptedRun("interrupted; a new run continues with the files that are not finished")])
 
 
 def _main(args: argparse.Namespace) -> int:
@@ -53,7 +54,7 @@ def _main(args: argparse.Namespace) -> int:
     return code
 
 
-def _targets(args: argparse.Namespace) -> tuple[list[tuple[str, str | None]], list[str]]:
+def _targets(args: argparse.Namespace) -> tuple[list[tuple[str, str | None]], list[UserError]]:
     """Return each repository with its revision, once; and all that is wrong with the command line."""
     from huggingface_hub import is_offline_mode
 
@@ -61,12 +62,13 @@ def _targets(args: argparse.Namespace) -> tuple[list[tuple[str, str | None]], li
 
     targets, problems = [], cache_problems(args.cache_dir)
     if args.verify and (args.offline or is_offline_mode()):
-        problems.append("--verify asks the Hub for its record of every file: leave --offline and HF_HUB_OFFLINE out")
+        sentence = "--verify asks the Hub for its record of every file: leave --offline and HF_HUB_OFFLINE out"
+        problems.append(UsageError(sentence))
     for name in args.names:
         try:
             repo_id, revision = _target(name)
-        except ValueError as error:
-            problems.append(str(error))
+        except UserError as error:
+            problems.append(error)
         else:
             if repo_id is None:
                 print(f"{name}: comes with the package, nothing to fetch")
@@ -77,14 +79,13 @@ def _targets(args: argparse.Namespace) -> tuple[list[tuple[str, str | None]], li
 
 def _target(name: str) -> tuple[str | None, str | None]:
     """Return repository and revision of a name; None for a checkpoint that needs no download."""
-    from huggingface_hub.utils import validate_repo_id
-
     from kandinsky5_nabla.configs import find_preset, load_preset
+    from kandinsky5_nabla.pipeline.hub_files import check_repo_id
 
     if os.path.isdir(name):
-        raise ValueError(f"{name}: is a folder, nothing to fetch; generate.py --model {name} checks and runs it")
+        raise UsageError(f"{name}: is a folder, nothing to fetch; generate.py --model {name} checks and runs it")
     if "/" in name:
-        validate_repo_id(name)
+        check_repo_id(name)
         preset = find_preset(name)
         return name, preset.revision if preset else None
     preset = load_preset(name)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kandinsky5_nabla.scripts._arguments import BadUsage, Parser, fail, fail_running
+from kandinsky5_nabla.configs.errors import CheckpointError, InterruptedRun, NotFoundError, UsageError
+from kandinsky5_nabla.scripts._arguments import Parser, fail, fail_running
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +106,7 @@ def fit_vae(folder: Path) -> tuple[PreviewMap, float, float]:
     It encodes on CUDA where there is that.
 
     Raises:
-        ValueError: if the VAE cannot be loaded.
+        CheckpointError: if the VAE cannot be loaded.
     """
     import torch
     from diffusers import AutoencoderKLHunyuanVideo
@@ -114,7 +115,7 @@ def fit_vae(folder: Path) -> tuple[PreviewMap, float, float]:
     from kandinsky5_nabla.pipeline.safety import check_part, check_part_weights
 
     if problems := check_part("vae", folder) or check_part_weights("vae", folder):
-        raise ValueError("; ".join(problems))
+        raise CheckpointError("; ".join(problems))
     vae = AutoencoderKLHunyuanVideo.from_pretrained(folder, torch_dtype=torch.float32, use_safetensors=True)
     vae.to(device="cuda" if torch.cuda.is_available() else "cpu")
     found = fit(*pairs(vae, range(CLIPS)), vae_fingerprint(folder))
@@ -136,10 +137,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the map and print its residual; return 0, 2 for bad input, 1 where something failed, 130 interrupted."""
     try:
         return _main(build_parser().parse_args(argv))
-    except BadUsage as error:
-        return fail(2, [str(error)])
+    except UsageError as error:
+        return fail(2, [error])
     except KeyboardInterrupt:
-        return fail(130, ["interrupted"])
+        return fail(130, [InterruptedRun("interrupted")])
 
 
 def _main(args: argparse.Namespace) -> int:
@@ -151,7 +152,7 @@ def _main(args: argparse.Namespace) -> int:
     try:
         folder = part_folder("vae", args.model)
     except OSError as error:
-        problems.append(f"--model {args.model}: {error}")
+        problems.append(NotFoundError(f"--model {args.model}: {error}"))
     if problems:
         return fail(2, problems)
     try:

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kandinsky5_nabla.configs.errors import InterruptedRun, UsageError
 from kandinsky5_nabla.scripts._arguments import (
-    BadUsage,
     Parser,
     add_file,
     add_model,
@@ -86,10 +86,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with caught_interrupts() as interrupts:
             return _main(argv, parser, interrupts)
-    except BadUsage as error:
-        return fail(2, [str(error)], "--json" in argv)
+    except UsageError as error:
+        return fail(2, [error], "--json" in argv)
     except KeyboardInterrupt:
-        return fail(130, ["interrupted"], "--json" in argv)
+        return fail(130, [InterruptedRun("interrupted")], "--json" in argv)
 
 
 def _main(argv: list[str], parser: argparse.ArgumentParser, interrupts: Interrupts) -> int:
@@ -141,7 +141,7 @@ def _make(args: argparse.Namespace, argv: list[str], parser: argparse.ArgumentPa
     except Exception as error:
         return fail_running(error, args.debug, args.json, done)
     except KeyboardInterrupt:
-        return fail(130, ["interrupted"], args.json, done)
+        return fail(130, [InterruptedRun("interrupted")], args.json, done)
     code = 1 if result.get("failed") or result.get("bad") else 0
     say("done", "done", logging.DEBUG, exit_code=code)
     if args.json:

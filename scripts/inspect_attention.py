@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kandinsky5_nabla.configs.errors import BackendError, InterruptedRun, SettingsError, UsageError, UserError
 from kandinsky5_nabla.scripts._arguments import (
-    BadUsage,
     Parser,
     add_model,
     add_running,
@@ -96,8 +96,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code."""
     try:
         args = build_parser().parse_args(argv)
-    except BadUsage as error:
-        return fail(2, [str(error)])
+    except UsageError as error:
+        return fail(2, [error])
     with speaking(args.quiet, args.verbose, args.log):
         return _main(args)
 
@@ -112,7 +112,7 @@ def _main(args: argparse.Namespace) -> int:
     except Exception as error:
         return fail_running(error, args.debug)
     except KeyboardInterrupt:
-        return fail(130, ["interrupted"])
+        return fail(130, [InterruptedRun("interrupted")])
     say("done", "done", logging.DEBUG, exit_code=0)
     return 0
 
@@ -130,17 +130,17 @@ def make_inspection(args: argparse.Namespace) -> Inspection:
     report = Report()
     setup = make_setup(report, args, default_preset=DEFAULT_PRESET)
     report.attempt(prompt_list, args.prompt)
-    report.add(seed_problems(args.seed))
+    report.add(SettingsError, seed_problems(args.seed))
     config = setup.checkpoint.configs["transformer"]
-    report.add(inspection_problems(setup.sparse, args.map, setup.settings.num_inference_steps, config))
+    report.extend(inspection_problems(setup.sparse, args.map, setup.settings.num_inference_steps, config))
     output = args.output or DEFAULT_OUTPUT
     if args.output is None and not output.parent.exists():  # the default's folder is made, unlike one that was named
-        report.add(folder_problems("output", output.parent.parent))
+        report.extend(folder_problems("output", output.parent.parent))
     else:
-        report.add(named_file_problems("output", output, "attention.png", args.overwrite))
+        report.extend(named_file_problems("output", output, "attention.png", args.overwrite))
     if args.report is not None:
-        report.add(named_file_problems("report", args.report, "report.json", args.overwrite))
-    report.add(log_problems(args.log))
+        report.extend(named_file_problems("report", args.report, "report.json", args.overwrite))
+    report.extend(log_problems(args.log))
     if report.problems:
         raise BadInput(report.problems)
     return Inspection(setup, args.prompt, args.seed, args.map, output, args.report, args.overwrite)
@@ -148,18 +148,19 @@ def make_inspection(args: argparse.Namespace) -> Inspection:
 
 def inspection_problems(
     sparse: bool, map_of: tuple[int, int, int] | None, steps: int, config: Mapping[str, Any]
-) -> list[str]:
+) -> list[UserError]:
     """Return why there is nothing to show; what `config`, the transformer's, leaves out is not checked."""
     from kandinsky5_nabla.scripts._attention_picture import MAX_STEPS
     from kandinsky5_nabla.scripts._setup import NOTHING_TO_REPORT
 
-    problems = [] if sparse else [NOTHING_TO_REPORT]
+    problems: list[UserError] = [] if sparse else [BackendError(NOTHING_TO_REPORT)]
     if steps > MAX_STEPS:
-        problems.append(f"number of steps {steps}: the picture has room for {MAX_STEPS}")
+        problems.append(SettingsError(f"number of steps {steps}: the picture has room for {MAX_STEPS}"))
     counts = {"step": steps, "layer": config.get("num_visual_blocks"), "head": _heads(config)}
     for number, (name, count) in zip(map_of or (0, 0, 0), counts.items(), strict=True):
         if number < 0 or (count is not None and number >= count):
-            problems.append(f"--map: {name} {number}: must be from 0" + ("" if count is None else f" to {count - 1}"))
+            most = "" if count is None else f" to {count - 1}"
+            problems.append(SettingsError(f"--map: {name} {number}: must be from 0{most}"))
     return problems
 
 
@@ -173,7 +174,7 @@ def run(inspection: Inspection) -> None:
 
     Raises:
         BadInput: for what only the loaded checkpoint could tell.
-        RuntimeError: if a stage fails; the message names it.
+        UserError: if a stage fails; the message names it.
     """
     from kandinsky5_nabla.pipeline.attention_report import MapChoice, recorded_attention, report_of
     from kandinsky5_nabla.pipeline.files import complete_file

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from kandinsky5_nabla.configs.errors import catalogue
 from kandinsky5_nabla.scripts.generate import build_parser
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -25,7 +26,16 @@ def options_table() -> str:
     return "\n".join(rows)
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"options": options_table}
+def errors_table() -> str:
+    """Return the catalogue of errors: each kind, what happened, what to do about it, and the exit codes."""
+    rows = ["| kind | what happened | what to do | exit code |", "|---|---|---|---|"]
+    for kind in catalogue():
+        what_happened, codes = (kind.__doc__ or "").partition("\n")[0], " or ".join(map(str, kind.exit_codes))
+        rows.append(f"| `{kind.__name__}` | {what_happened} | {kind.remedy} | {codes} |")
+    return "\n".join(rows)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {"options": options_table, "errors": errors_table}
 """The tables, by the name that their markers have in the README: `<!-- NAME -->` and `<!-- /NAME -->`."""
 
 

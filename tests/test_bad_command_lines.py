@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kandinsky5_nabla.configs import load_preset
+from kandinsky5_nabla.configs import errors, load_preset
 from kandinsky5_nabla.pipeline.state import load_state
 from kandinsky5_nabla.scripts import generate
 
@@ -158,7 +158,11 @@ def problems(as_a_program, made, monkeypatch, capsys):
         assert "Traceback" not in err
         found = [line.removeprefix("error: ") for line in err.splitlines() if line.startswith("error: ")]
         assert generate.main([*argv, "--json"]) == 2
-        assert json.loads(capsys.readouterr().out) == {"error": {"exit_code": 2, "problems": found}}
+        error = json.loads(capsys.readouterr().out)["error"]
+        kinds = error.pop("kinds")
+        assert error == {"exit_code": 2, "problems": found}
+        assert len(kinds) == len(found)
+        assert all(2 in getattr(errors, kind).exit_codes for kind in kinds), kinds
         assert contents() == before
         return found
 

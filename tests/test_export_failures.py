@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from kandinsky5_nabla.configs.errors import WriteError
 from kandinsky5_nabla.pipeline.codecs import CODECS
 from kandinsky5_nabla.pipeline.export import export_video, read_comment
 
@@ -133,7 +134,7 @@ def test_a_comment_that_an_encoder_drops_is_missed(use_ffmpeg_wrapper):
 def test_what_ffmpeg_says_last_is_in_the_error(use_ffmpeg_wrapper):
     folder = use_ffmpeg_wrapper("echo first >&2; echo 'No space left on device' >&2; exit 7")
     frames = np.zeros((30, 256, 256, 3), np.uint8)  # more than a pipe holds: writing fails too
-    with pytest.raises(RuntimeError, match=r"^ffmpeg ended with status 7: No space left on device$"):
+    with pytest.raises(WriteError, match=r"^ffmpeg ended with status 7: No space left on device$"):
         export(frames, folder, "h264")
     assert list(folder.iterdir()) == []
 

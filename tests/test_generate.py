@@ -240,11 +240,12 @@ def with_nan(tmp_path, part, name):
     return str(folder)
 
 
-def test_nan_in_the_transformer_is_an_error_that_names_the_step(here, tmp_path):
+def test_nan_in_the_transformer_is_an_error_that_names_step_and_layer(here, tmp_path):
     damaged = with_nan(tmp_path, "transformer", "out_layer.out_layer.weight")
     code, _, err = here(*CAT, "--model", damaged)
     assert code == 1
-    assert "error: denoise failed with ValueError: the latents after step 1 of 2 are not finite" in err
+    told = "the latents after step 1 of 2 (first in out_layer.out_layer) are not finite"
+    assert f"error: denoise failed with NotFiniteError: {told}" in err
     assert "Likely cause: damaged weights" in err
     assert "float16" not in err  # it was computed in float32
     assert names(tmp_path) == ["cat.k5", "damaged"]

@@ -395,4 +395,4 @@ def test_without_peft_everything_imports_and_loras_say_what_to_install():
         pipe.load_lora_weights({})
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stderr.endswith('ValueError: LoRAs need peft: pip install "kandinsky5-nabla[lora]"\n')
+    assert done.stderr.endswith('DependencyError: LoRAs need peft: pip install "kandinsky5-nabla[lora]"\n')

@@ -46,7 +46,9 @@ def problems_of(folder, checkpoint, capsys):
         lines = err.splitlines()
         assert all(line.startswith("error: ") for line in lines), err
         problems = [line.removeprefix("error: ") for line in lines]
+        kinds = as_json["error"].pop("kinds")
         assert as_json == {"error": {"exit_code": 2, "problems": problems}}
+        assert len(kinds) == len(problems)
         return problems
 
     return run

@@ -330,6 +330,7 @@ def test_out_of_memory_in_denoising_says_what_would_fit(here, monkeypatch):
     code, _, err = here(*CAT)
     assert code == 1
     assert (
-        "denoise failed with MemoryError: CUDA out of memory. Tried to allocate 20 GiB. What would fit: --dtype" in err
+        "denoise failed with OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB. What would fit: --dtype"
+        in err
     )
     assert "the encoded text is kept in cat.k5" in err

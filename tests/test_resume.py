@@ -193,7 +193,8 @@ def test_ctrl_c_saves_after_the_step_and_prints_the_command_that_goes_on(tmp_pat
     assert "stopping after this step (once more: at once) ..." in said
     assert problem == f"error: interrupted; the state after step {done} of {STEPS} is kept in cat.k5"
     command = command.removeprefix("go on with: ")
-    expected = {"exit_code": 130, "problems": [problem.removeprefix("error: ")], "go_on": command}
+    expected = {"exit_code": 130, "problems": [problem.removeprefix("error: ")], "kinds": ["InterruptedRun"]}
+    expected["go_on"] = command
     assert json.loads(out) == {"error": expected}
     assert names(tmp_path) == ["cat.k5"]
     again = subprocess.run(command, shell=True, cwd=tmp_path, env=environment(), capture_output=True, text=True)
@@ -287,7 +288,7 @@ def test_the_traceback_is_shown_with_debug_alone_and_the_error_is_one_json_objec
     problem, command = err.splitlines()[-2:]
     assert problem.endswith("is kept in cat.k5")
     assert command.endswith("--resume cat.k5 --overwrite --json --debug")
-    error = {"exit_code": 1, "problems": [problem.removeprefix("error: ")]}
+    error = {"exit_code": 1, "problems": [problem.removeprefix("error: ")], "kinds": ["StageError"]}
     assert json.loads(out) == {"error": {**error, "go_on": command.removeprefix("go on with: ")}}
 
 
@@ -295,7 +296,7 @@ def test_a_name_that_is_taken_while_the_video_is_made_is_not_overwritten(here, t
     with in_decoding(lambda vae: (tmp_path / "cat.mp4").write_text("precious")):
         code, _, err = here(*CAT)
     assert code == 1
-    assert err.splitlines()[-2].startswith("error: export failed with FileExistsError: cat.mp4 exists")
+    assert err.splitlines()[-2].startswith("error: export failed with TakenError: cat.mp4 exists")
     code, _, err = here("--resume", "cat.k5")
     assert code == 2
     assert "output cat.mp4: exists; choose another name or add --overwrite" in err
@@ -358,7 +359,7 @@ def test_a_folder_that_becomes_read_only_is_a_clear_error_and_costs_nothing_that
     done = completed(tmp_path)
     assert process.returncode == 1, err
     problem, command = err.splitlines()[-2:]
-    assert "error: denoise failed with OSError: the state cat.k5/denoising.safetensors cannot be written" in problem
+    assert "error: denoise failed with WriteError: the state cat.k5/denoising.safetensors cannot be written" in problem
     assert f"the state after step {done} of {STEPS} is kept in cat.k5" in problem
     command = command.removeprefix("go on with: ")
     again = subprocess.run(command, shell=True, cwd=tmp_path, env=environment(), capture_output=True, text=True)
