@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 from kandinsky5_nabla.configs.errors import UsageError, UserError
 from kandinsky5_nabla.pipeline.codecs import CODECS
+from kandinsky5_nabla.pipeline.precision import FLOAT_DTYPES, full_dtype_name
 from kandinsky5_nabla.scripts._failures import kind_of_failure
-from kandinsky5_nabla.scripts._log import is_shown, say
+from kandinsky5_nabla.scripts._log import is_shown, say, say_error
 
-DTYPES = ("float32", "bfloat16", "float16")
 OFFLOADS = ("auto", "none", "model", "group", "sequential")
 
 
@@ -111,12 +111,13 @@ def add_running(group: argparse._ArgumentGroup) -> None:
     add("--device", metavar="cpu|cuda[:N]", help="default: cuda; the demo runs on a CPU where there is no cuda")
     add(
         "--dtype",
-        choices=DTYPES,
+        type=full_dtype_name,
+        choices=FLOAT_DTYPES,
         metavar="NAME",
         help="float32 (default on a CPU), bfloat16 (default elsewhere), float16",
     )
-    add("--dit-dtype", metavar="fp8", help="store the transformer's weights so")
-    add("--text-encoder-dtype", metavar="int8|nf4", help="store Qwen's weights so; needs bitsandbytes")
+    add("--dit-dtype", metavar="NAME", help="store the transformer's weights in fp8, or another dtype")
+    add("--text-encoder-dtype", metavar="NAME", help="store Qwen's in int8 or nf4 (bitsandbytes), or another")
     add(
         "--offload",
         choices=OFFLOADS,
@@ -137,6 +138,14 @@ def add_speaking(group: argparse._ArgumentGroup) -> None:
     add("--verbose", action="store_true", help="show more: each step, seconds, versions, libraries' warnings")
 
 
+def described(problems: Sequence[UserError]) -> dict[str, list[str]]:
+    """Return problems as plain values: what they say, in a line each, and their kinds."""
+    return {
+        "problems": [" ".join(str(problem).split()) for problem in problems],
+        "kinds": [type(problem).__name__ for problem in problems],
+    }
+
+
 def fail(
     code: int,
     problems: Sequence[UserError],
@@ -145,16 +154,12 @@ def fail(
     command: str | None = None,
 ) -> int:
     """Report problems, in JSON the videos that were complete before, and the command that goes on; return the code."""
-    sentences = [" ".join(str(problem).split()) for problem in problems]  # one line each, whatever the libraries say
     if as_json:
         go_on = {} if command is None else {"go_on": command}
         videos = {"videos": list(done)} if done else {}
-        kinds = [type(problem).__name__ for problem in problems]
-        error = {"exit_code": code, "problems": sentences, "kinds": kinds, **go_on}
-        print(json.dumps({"error": error, **videos}))
-    for problem, sentence in zip(problems, sentences, strict=True):
-        about = {"kind": type(problem).__name__, "remedy": problem.remedy, "exit_code": code}
-        say("error", sentence, logging.ERROR, **about)
+        print(json.dumps({"error": {"exit_code": code, **described(problems), **go_on}, **videos}))
+    for problem in problems:
+        say_error(problem, str(problem), exit_code=code)
     if command is not None:
         say("go_on", f"go on with: {command}", logging.ERROR, command=command)
     return code

@@ -15,6 +15,7 @@ from typing import Any
 from kandinsky5_nabla.configs.errors import PromptsFileError, SettingsError, TakenError, UserError
 from kandinsky5_nabla.pipeline.checks import Report, prompt_list
 from kandinsky5_nabla.pipeline.codecs import Codec
+from kandinsky5_nabla.scripts._arguments import described
 from kandinsky5_nabla.scripts._outputs import folder_problems, safe_name, write_json
 from kandinsky5_nabla.scripts._prompts import Row, read_prompts
 from kandinsky5_nabla.scripts._record import Record, read_record
@@ -47,8 +48,7 @@ class Failure:
 
     def describe(self) -> dict[str, Any]:
         """Return the failure as plain values."""
-        kinds = [type(problem).__name__ for problem in self.problems]
-        return {"line": self.line, "problems": [str(problem) for problem in self.problems], "kinds": kinds}
+        return {"line": self.line, **described(self.problems)}
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Rows:
         return f"{self._batch.folder / MANIFEST}: {', '.join(f'{count} {status}' for status, count in counts.items())}"
 
     def _fail(self, row: dict[str, Any], failure: Failure) -> None:
-        row |= {"status": "failed", "problems": [str(problem) for problem in failure.problems]}
+        row |= {"status": "failed", **described(failure.problems)}
         self.failed.append(failure)
         self._on_failure(failure)
 

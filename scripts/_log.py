@@ -33,6 +33,12 @@ def say(event: str, message: str, level: int = logging.INFO, **fields: Any) -> N
     _run.log(level, message, extra={"event": event, "fields": fields})
 
 
+def say_error(error: UserError, sentence: str, **fields: Any) -> None:
+    """Say what is wrong, in one line, whatever the libraries say; the log has its kind and remedy, too."""
+    about = {"kind": type(error).__name__, "remedy": error.remedy, **fields}
+    say("error", " ".join(sentence.split()), logging.ERROR, **about)
+
+
 def is_shown(level: int) -> bool:
     """Return whether stderr gets lines of a level."""
     return _terminal().level <= level

@@ -27,7 +27,7 @@ from kandinsky5_nabla.scripts._arguments import (
     fail_running,
 )
 from kandinsky5_nabla.scripts._interrupt import Interrupts, caught_interrupts
-from kandinsky5_nabla.scripts._log import say, speaking
+from kandinsky5_nabla.scripts._log import say, say_error, speaking
 
 if TYPE_CHECKING:
     from kandinsky5_nabla.scripts._batch import Failure
@@ -132,8 +132,8 @@ def _make(args: argparse.Namespace, argv: list[str], parser: argparse.ArgumentPa
                     print(_line(video), flush=True)
 
             def on_failure(failure: Failure) -> None:
-                for sentence in failure.sentences(args.prompts):
-                    say("error", " ".join(sentence.split()), logging.ERROR, line=failure.line)
+                for problem, sentence in zip(failure.problems, failure.sentences(args.prompts), strict=True):
+                    say_error(problem, sentence, line=failure.line)
 
             result = run(plan, on_video, on_failure, interrupts)
     except BadInput as error:

@@ -17,6 +17,7 @@ from statistics import fmean
 import pytest
 from diffusers import AutoencoderKLHunyuanVideo
 
+from kandinsky5_nabla.configs.errors import SettingsError
 from kandinsky5_nabla.models.transformer import Kandinsky5Transformer
 from kandinsky5_nabla.scripts import generate, inspect_attention
 from kandinsky5_nabla.scripts._log import log_problems, say, speaking
@@ -232,6 +233,16 @@ def test_bad_input_is_in_the_log_too_but_a_dry_run_writes_none(here, tmp_path):
     assert here(*CAT, *LOG, "--steps", "0")[0] == 2
     *_, error = log_of(tmp_path)
     assert (error["exit_code"], "steps" in error["message"]) == (2, True)
+    assert (error["kind"], error["remedy"]) == ("SettingsError", SettingsError.remedy)
+
+
+def test_a_bad_row_is_in_the_log_with_its_line_and_kind(here, tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,height\na cat,64\na dog,65\n")
+    without_prompt = [word for word in QUICK if word not in ("--prompt", "a cat")]
+    assert here(*without_prompt, "--prompts", "rows.csv", *LOG)[0] == 1
+    [error] = events(log_of(tmp_path), "error")
+    assert error["message"].startswith("rows.csv line 3: height 65: must be a multiple of 16")
+    assert (error["line"], error["kind"]) == (3, "SettingsError")
 
 
 def test_a_killed_run_leaves_whole_lines_of_all_that_it_said(tmp_path):

@@ -222,7 +222,13 @@ def test_the_result_as_json_and_the_dry_run_name_what_failed(here, rows_file, tm
     code, out, _ = here("--prompts", "rows.jsonl", "--json", "--output", "other")
     assert code == 1
     assert len(json.loads(out)["videos"]) == 3
-    assert [failure["line"] for failure in json.loads(out)["failed"]] == [3, 5]
+    failed = json.loads(out)["failed"]
+    assert [(failure["line"], failure["kinds"]) for failure in failed] == [
+        (3, ["PromptsFileError"]),
+        (5, ["SettingsError"]),
+    ]
+    rows = [row for row in manifest_of(tmp_path / "other")["rows"] if row["status"] == "failed"]
+    assert rows == [{**failure, "status": "failed"} for failure in failed]
     assert len(videos_in(tmp_path / "other")) == 3
 
 
