@@ -6,6 +6,7 @@ peft is an extra and is imported by diffusers alone; nothing here imports torch 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -128,9 +129,13 @@ class LoraMixin(_Loader):
         """Let these LoRAs act and no others, at scale 1 or at those given, as in diffusers.
 
         Raises:
-            ValueError: if one is not loaded, or LoRAs are fused: the layers would not ask for it.
+            ValueError: if one is not loaded, a weight is no finite number, or LoRAs are fused: the layers would not ask
+                for it.
         """
         self._transformer_for("set_adapters")
+        for weight in _numbers(adapter_weights):
+            if not isinstance(weight, (int, float)) or not math.isfinite(weight):
+                raise LoraError(f"set_adapters: the weight {weight!r} must be a finite number, such as 0.8")
         super().set_adapters(adapter_names, adapter_weights)
 
     def delete_adapters(self, adapter_names: list[str] | str) -> None:
@@ -221,6 +226,15 @@ class LoraMixin(_Loader):
         if not fused and any(layer.merged for layer in _lora_layers(self.transformer)):
             raise LoraError(f"{method}: LoRAs are fused; call unfuse_lora(), or unload_lora_weights() to keep them so")
         return self.transformer
+
+
+def _numbers(weights: Any) -> Iterator[Any]:
+    """Yield the single weights of `set_adapters`, which may be nested by adapter and by block."""
+    if isinstance(weights, (dict, list, tuple)):
+        for each in weights.values() if isinstance(weights, dict) else weights:
+            yield from _numbers(each)
+    elif weights is not None:  # the default
+        yield weights
 
 
 def _lora_layers(transformer: Any) -> Iterator[Any]:

@@ -68,7 +68,7 @@ def text_encoder_quantization(name: str, device: str) -> BitsAndBytesConfig | No
     return None
 
 
-def precision_problems(text_encoder_dtype: str, dit_dtype: str, device: str) -> list[UserError]:
+def precision_problems(text_encoder_dtype: str, dit_dtype: str, device: str | None) -> list[UserError]:
     """Return why these dtypes cannot run on a device, with what can; empty if they can.
 
     int8, nf4 and fp8 are tried on the device with a matrix of 64 x 64, so that whatever is missing (the
@@ -77,7 +77,7 @@ def precision_problems(text_encoder_dtype: str, dit_dtype: str, device: str) -> 
     Args:
         text_encoder_dtype: of `TEXT_ENCODER_DTYPES`.
         dit_dtype: of `DIT_DTYPES`.
-        device: "cpu", "cuda", "cuda:N" or another of torch's.
+        device: "cpu", "cuda", "cuda:N" or another of torch's; None to look at the names alone.
     """
     trials = {"int8": _try_int8, "nf4": _try_nf4, "fp8": _try_fp8}
     choices = (
@@ -91,7 +91,7 @@ def precision_problems(text_encoder_dtype: str, dit_dtype: str, device: str) -> 
         except DtypeError as error:
             problems.append(error)
             continue
-        if name in trials:
+        if device is not None and name in trials:
             problems += _trial_problems(f"{title} {name}", device, trials[name])
     return problems
 

@@ -5,14 +5,11 @@ Plain Python: neither torch nor a weight is loaded. Legend: M model dim, E time 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from ..configs.errors import CheckpointError
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1, "nf4": 0.5625}
 """Bytes of a weight. Of the last three only weights of linear layers are so small; nf4 has an fp32 scale per 64."""
@@ -159,6 +156,7 @@ def sizes_of_folder(folder: Path, without: Collection[str] = ()) -> Sizes:
         ValueError: if a file is damaged.
     """
     from ..models.headers import DIFFUSERS_WEIGHTS, TRANSFORMERS_WEIGHTS
+    from .safety import read_json
 
     weights = {
         "text_encoder": TRANSFORMERS_WEIGHTS,
@@ -170,11 +168,11 @@ def sizes_of_folder(folder: Path, without: Collection[str] = ()) -> Sizes:
     }
     text_dims = _QWEN_DIMS
     if "text_encoder" not in without:
-        text = _json(folder / "text_encoder" / "config.json")
+        text = read_json(folder / "text_encoder" / "config.json")
         text = text.get("text_config", text)
         text_dims = text["hidden_size"], text["intermediate_size"]
-    vae_channels = tuple(_json(folder / "vae" / "config.json")["block_out_channels"])
-    return sizes_of_configs(_json(folder / "transformer" / "config.json"), vae_channels, text_dims, **parts)
+    vae_channels = tuple(read_json(folder / "vae" / "config.json")["block_out_channels"])
+    return sizes_of_configs(read_json(folder / "transformer" / "config.json"), vae_channels, text_dims, **parts)
 
 
 def part_of_folder(folder: Path, weights: str) -> Part:
@@ -197,10 +195,3 @@ def part_of_folder(folder: Path, weights: str) -> Part:
     linear = sum(h.numel for name, h in kept.items() if len(h.shape) == 2 and "embed" not in name)
     counts = [header.numel for header in kept.values()]
     return Part(sum(counts), linear=linear, leaf=max(counts))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error

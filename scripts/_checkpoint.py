@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -284,6 +284,7 @@ def find_loras(report: Report, texts: Sequence[str], checkpoint: Checkpoint) -> 
     # A repository is not looked for: nothing may be fetched before the whole request is checked.
     remedy = "`hf download OWNER/NAME --local-dir FOLDER` fetches one of the Hub"
     report.add(NotFoundError, [f"LoRA {path}: there is no such file; {remedy}" for path in missing])
+    report.add(LoraError, _repeated(requests))
     if not requests or report.problems:
         return requests
     if checkpoint.file is not None or checkpoint.folder is not None:
@@ -295,6 +296,18 @@ def find_loras(report: Report, texts: Sequence[str], checkpoint: Checkpoint) -> 
             except (OSError, ValueError) as error:
                 report.add(kind_of(error, LoraError), [str(error)])
     return requests
+
+
+def _repeated(requests: Sequence[LoraRequest]) -> Iterator[str]:
+    """Yield each LoRA that is given more than once, whose scales would add up in silence."""
+    files: dict[str, list[LoraRequest]] = {}
+    for request in requests:
+        files.setdefault(os.path.realpath(request.path), []).append(request)
+    for same in files.values():
+        if len(same) > 1:
+            path, scales = same[0].path, [request.scale for request in same]
+            given = " and ".join(f"{scale:g}" for scale in scales)
+            yield f"LoRA {path}: is given {len(same)} times, at {given}; give it once, such as {path}:{sum(scales):g}"
 
 
 def _linear_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:

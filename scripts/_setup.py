@@ -189,8 +189,8 @@ def make_setup(
         [] if problems else _cautions(args, checkpoint, settings),
         getattr(args, "expand_prompt", False),  # other command lines have no prompts
     )
-    if len(report.problems) == before:  # the device exists
-        report.extend(precision_problems(setup.text_encoder_dtype, setup.dit_dtype, device))
+    existing = device if len(report.problems) == before else None
+    report.extend(precision_problems(setup.text_encoder_dtype, setup.dit_dtype, existing))
     if report.problems:  # a plan of memory would be about another run
         return setup
     return setup.planned(report)

@@ -20,7 +20,7 @@ from kandinsky5_nabla.attention.lists import BlockLists, Workspace
 from kandinsky5_nabla.attention.order import BLOCK
 from kandinsky5_nabla.attention.sdpa import dense_attention
 from kandinsky5_nabla.attention.selection import select_blocks
-from kandinsky5_nabla.scripts._arguments import DTYPES
+from kandinsky5_nabla.pipeline.precision import FLOAT_DTYPES
 from kandinsky5_nabla.scripts._benchmark import (
     draw_qkv,
     hardware,
@@ -180,7 +180,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--heads", type=positive, default=8, help="of the table of attention (default: %(default)s)")
     add("--head-dim", type=positive, default=64, help="of the table of attention (default: %(default)s)")
-    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--dtype", choices=FLOAT_DTYPES, default="bfloat16")
     add("--repeats", type=positive, default=5, help="calls that count, after one that does not (default: %(default)s)")
     add("--cuda", action="store_true", help="the tables for a GPU: all selections, attention as Lite and Pro have it")
     add("--peak-of", choices=("ours", "diffusers", "attention"), help=argparse.SUPPRESS)

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from kandinsky5_nabla.scripts._arguments import DTYPES
+from kandinsky5_nabla.pipeline.precision import FLOAT_DTYPES
 from kandinsky5_nabla.scripts._demo_scenes import (
     HELD_OUT_PHRASINGS,
     TRAINED_PHRASINGS,
@@ -238,7 +238,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--guidance-scale", type=float, metavar="W")
     parser.add_argument("--shift", type=float, metavar="S")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--dtype", choices=FLOAT_DTYPES, default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--vae-scenes", type=int, default=24, metavar="N", help="scenes of the VAE's report; 0: none")
     parser.add_argument("--output-json", type=Path, metavar="FILE.json")

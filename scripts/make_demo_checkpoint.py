@@ -68,14 +68,6 @@ TRANSFORMER_CONFIG = {
     "attention_method": "topcdf",
 }
 
-VAE_CONFIG = {
-    "latent_channels": 6,
-    "block_out_channels": (16, 16, 32, 32),
-    "layers_per_block": 1,
-    "norm_num_groups": 2,
-    "mid_block_add_attention": True,
-}
-
 QWEN_TEXT_CONFIG = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -296,15 +288,6 @@ def standardise_pooled(model: "CLIPTextModel", tokenizer: "CLIPTokenizer") -> No
         model.final_layer_norm.bias.copy_(-mean_D / deviation_D)
 
 
-def make_vae(generator: "torch.Generator") -> "torch.nn.Module":
-    """Return a small HunyuanVideo VAE."""
-    from diffusers import AutoencoderKLHunyuanVideo
-
-    vae = AutoencoderKLHunyuanVideo(**VAE_CONFIG)
-    fill_random(vae, generator, {})
-    return vae
-
-
 def make_transformer(generator: "torch.Generator") -> "torch.nn.Module":
     """Return a transformer whose output depends on all its inputs: small modulation, but not zero."""
     from kandinsky5_nabla.models.transformer import Kandinsky5Transformer
@@ -331,6 +314,8 @@ def write_checkpoint(output: Path) -> None:
     """Write all parts into a folder in the Diffusers layout."""
     import diffusers
     import torch
+
+    from kandinsky5_nabla.scripts._demo_vae import make_vae  # here: it takes `fill_random` from this file
 
     generator = torch.Generator().manual_seed(SEED)
     tokenizer, tokenizer_2 = make_qwen_tokenizer(), make_clip_tokenizer()

@@ -119,6 +119,7 @@ BAD = {
     "--lora missing.safetensors": "LoRA missing.safetensors: there is no such file",
     "--lora a.bin": "LoRA a.bin: there is no such file",
     "--lora owner/name:0.5": "LoRA owner/name: there is no such file; `hf download",
+    "--lora twice --lora ./twice:0.5": "LoRA twice: is given 2 times, at 1 and 0.5; give it once, such as twice:1.5",
     "--cache-dir taken": "--cache-dir taken: is a file; name a folder",
     "--lora a.safetensors:x": "LoRA 'a.safetensors:x': the scale 'x' must be a finite number",
     "--embeds missing.safetensors": "--embeds: there is no file of embeddings missing.safetensors",
@@ -132,6 +133,7 @@ BAD = {
 @pytest.mark.parametrize("argv", BAD)
 def test_bad_parts_are_refused_before_anything_is_loaded(here, tmp_path, argv):
     (tmp_path / "taken").touch()
+    (tmp_path / "twice").mkdir()
     code, _, err = here("--prompt", "x", *argv.split())
     assert code == 2
     [problem] = err.splitlines()

@@ -1,11 +1,12 @@
 """NaN and infinity: what stops being finite in a run ends it, with the step and the layer."""
 
+import math
 import re
 
 import pytest
 import torch
 
-from kandinsky5_nabla.configs.errors import NotFiniteError
+from kandinsky5_nabla.configs.errors import LoraError, NotFiniteError
 
 CALL = {"height": 128, "width": 128, "num_frames": 5, "num_inference_steps": 2, "seed": 7, "output_type": "latent"}
 
@@ -41,6 +42,12 @@ def test_the_layer_is_that_of_the_step_in_which_it_breaks(fresh_pipe):
 def test_latents_beyond_all_numbers_are_an_error_without_a_layer(pipe):
     with pytest.raises(NotFiniteError, match="the latents after step 1 of 2 are not finite"):
         pipe("a circle", **CALL, guidance_scale=1e39)  # what the layers give is finite
+
+
+@pytest.mark.parametrize("weights", [math.nan, [0.5, math.inf], {"visual": math.nan}, [{"visual": [-math.inf]}], "1"])
+def test_a_loras_weight_that_is_no_number_is_refused(pipe, weights):
+    with pytest.raises(LoraError, match=r"the weight .* must be a finite number"):
+        pipe.set_adapters(["a", "b"], weights)
 
 
 def test_latents_that_are_not_finite_are_not_decoded(pipe):

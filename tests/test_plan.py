@@ -190,7 +190,7 @@ def test_without_a_prompt_the_report_asks_for_one(problems_of):
 
 def test_every_problem_of_a_request_is_in_the_report(problems_of, checkpoint):
     numbers = "--height 500 --width 0 --num-frames 7 --duration 0.3 --steps 0 --num-videos 0 --seed -1 --nabla-p 2"
-    others = "--guidance-scale nan --shift 0 --output missing/cat.mov --device cuda --model missing"
+    others = "--guidance-scale nan --shift 0 --output missing/cat.mov --device cuda --dit-dtype fp9 --model missing"
     problems = problems_of(*numbers.split(), *others.split(), base=("--config", "demo"))
     found = sorted(problem.split(":")[0] for problem in problems)
     assert found == [
@@ -208,6 +208,7 @@ def test_every_problem_of_a_request_is_in_the_report(problems_of, checkpoint):
         "output missing/cat.mov",
         "seed -1",
         "shift 0.0",
+        "transformer dtype 'fp9'",
         "width 0",
     ]
 
@@ -255,6 +256,7 @@ def test_the_checkpoint_of_another_pipeline_is_refused(problems_of, checkpoint, 
         ("--guidance-scale 0", "guidance_scale", 0),
         ("--nabla-p 1", "nabla_P", 1),
         ("--device cpu --dtype bfloat16", "dtype", "bfloat16"),
+        ("--device cpu --dtype fp16", "dtype", "float16"),
         ("--model some-owner/some.name", "model", "some-owner/some.name"),
     ],
 )
