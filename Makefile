@@ -32,6 +32,7 @@ soak: $(DEV) ## run the long versions of the tests that have one
 lint: $(DEV) ## check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	mkdir -p .venv/typing && ln -sfn ../.. .venv/typing/kandinsky5_nabla
 	$(BIN)/pyright
 
 format: $(DEV) ## format the code and repair what can be repaired

@@ -61,7 +61,7 @@ class Video:
 
 def codec_of(args: argparse.Namespace) -> Codec:
     """Return the codec that was asked for, or the one that the output's suffix stands for."""
-    by_suffix = {codec.suffix: codec.name for codec in reversed(CODECS.values()) if codec.suffix}
+    by_suffix = {codec.suffix: codec.name for codec in reversed([*CODECS.values()]) if codec.suffix}
     suffix = "" if args.output is None else args.output.suffix.lower()
     return CODECS[args.codec or by_suffix.get(suffix, "h264")]
 

@@ -117,7 +117,7 @@ def fit_vae(folder: Path) -> tuple[PreviewMap, float, float]:
     if problems := check_part("vae", folder) or check_part_weights("vae", folder):
         raise CheckpointError("; ".join(problems))
     vae = AutoencoderKLHunyuanVideo.from_pretrained(folder, torch_dtype=torch.float32, use_safetensors=True)
-    vae.to(device="cuda" if torch.cuda.is_available() else "cpu")
+    vae.to(device="cuda" if torch.cuda.is_available() else "cpu")  # pyright: ignore[reportCallIssue]
     found = fit(*pairs(vae, range(CLIPS)), vae_fingerprint(folder))
     return found, *residual(found, *pairs(vae, range(CLIPS, CLIPS + UNSEEN)))
 
@@ -149,11 +149,12 @@ def _main(args: argparse.Namespace) -> int:
     from kandinsky5_nabla.scripts._outputs import named_file_problems
 
     problems = named_file_problems("output", args.output, "preview.json", args.overwrite)
+    folder = None
     try:
         folder = part_folder("vae", args.model)
     except OSError as error:
         problems.append(NotFoundError(f"--model {args.model}: {error}"))
-    if problems:
+    if problems or folder is None:
         return fail(2, problems)
     try:
         found, levels, explained = fit_vae(folder)
