@@ -61,6 +61,13 @@ _WIDTHS = {
     "vae": ("latent_channels", "out_visual_dim"),
 }
 
+# part -> (file, key, largest value) of a number above 0 that the pipeline reads, if the file has it
+_NUMBERS = {
+    "vae": ("config.json", "scaling_factor", math.inf),
+    "scheduler": ("scheduler_config.json", "shift", math.inf),
+    "transformer": ("config.json", "attention_P", 1.0),
+}
+
 
 def check_folder(folder: Path, without: Collection[str] = ()) -> list[str]:
     """Return why a folder in the Diffusers layout must not or cannot be loaded, one sentence each; reads no weights.
@@ -86,12 +93,10 @@ def check_folder(folder: Path, without: Collection[str] = ()) -> list[str]:
     parts = _parts(index, without)
     for part in parts:
         problems += check_part(part, folder / part)
-    configs = {part: _config_or_nothing(folder / part) for part in parts if part in WEIGHTS}
+    configs = {part: _config_or_nothing(folder / part / "config.json") for part in parts if part in WEIGHTS}
     for tokenizer, encoder in _ENCODERS.items():
         if tokenizer in parts and (folder / tokenizer).is_dir():
             problems += _vocabulary_problems(folder / tokenizer, encoder, configs.get(encoder, {}))
-    if "vae" in parts:
-        problems += _scaling_problems(folder / "vae" / "config.json", configs["vae"])
     return problems + width_problems(configs.get("transformer", {}), configs)
 
 
@@ -115,7 +120,7 @@ def check_part(part: str, folder: Path) -> list[str]:
     """Return what `check_folder` finds in the folder of one part."""
     if not folder.is_dir():
         return [f"{part}: the folder {folder} is missing"]
-    problems = list(_code_problems(folder, part))
+    problems = [*_code_problems(folder, part), *_number_problems(folder, part)]
     return problems + list(_file_problems(folder, WEIGHTS[part])) if part in WEIGHTS else problems
 
 
@@ -207,17 +212,24 @@ def _vocabulary_problems(folder: Path, encoder: str, config: Mapping[str, Any]) 
         yield f"{file} has numbers up to {max(ids)}, and {encoder} knows {size} words: it is another model's tokenizer"
 
 
-def _scaling_problems(file: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why latents cannot be divided by the VAE's factor: else that is found after all the work."""
-    factor = config.get("scaling_factor", 1.0)
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
-        yield f"{file}: scaling_factor {factor!r} must be a number above 0"
+def _number_problems(folder: Path, part: str) -> Iterator[str]:
+    """Yield why a number of a part's file is none; the VAE's would be asked for after all the work."""
+    if part not in _NUMBERS:
+        return
+    name, key, largest = _NUMBERS[part]
+    file = folder / name
+    value = _config_or_nothing(file).get(key, 1.0)
+    if value is None and key == "attention_P":  # of dense attention
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= largest or value == math.inf:
+        most = "" if largest == math.inf else f" and at most {largest:g}"
+        yield f"{file}: {key} {value!r} must be a number above 0{most}"
 
 
-def _config_or_nothing(folder: Path) -> dict[str, Any]:
-    """Return a part's config; empty where `check_part` has reported it."""
+def _config_or_nothing(file: Path) -> dict[str, Any]:
+    """Return a config; empty where `check_part` has reported it."""
     try:
-        return read_json(folder / "config.json")
+        return read_json(file)
     except ValueError:
         return {}
 

@@ -1,6 +1,7 @@
 """Files of a checkpoint that transformers and diffusers would take, and make a video of nothing with."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -39,11 +40,24 @@ def test_a_tokenizer_of_another_model_is_refused(folder):
     assert "has numbers up to 5000, and text_encoder knows" in the_problem(folder)
 
 
-@pytest.mark.parametrize("factor", [0, -1.5, True, "1", None])
-def test_a_scaling_factor_that_cannot_divide_is_refused(factor, folder):
-    file = folder / "vae" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"scaling_factor": factor}))
-    assert f"scaling_factor {factor!r} must be a number above 0" in the_problem(folder)
+NUMBERS = {
+    "scaling_factor": ("vae/config.json", [0, -1.5, True, "1", None, math.nan]),
+    "shift": ("scheduler/scheduler_config.json", [0, -5, "5", None, math.inf]),
+    "attention_P": ("transformer/config.json", [0, 1.5, False, [0.9]]),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, (_, values) in NUMBERS.items() for value in values])
+def test_a_number_that_the_pipeline_cannot_use_is_refused_with_its_file(key, value, folder):
+    file = folder / NUMBERS[key][0]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    assert the_problem(folder).startswith(f"{file}: {key} {value!r} must be a number above 0")
+
+
+def test_dense_attention_needs_no_p(folder):
+    file = folder / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_type": "regular", "attention_P": None}))
+    assert check_folder(folder) == []
 
 
 def test_a_pointer_in_place_of_weights_is_named(folder):
