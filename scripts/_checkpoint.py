@@ -199,12 +199,16 @@ def find_checkpoint(report: Report, args: argparse.Namespace, default_preset: st
 
 def cache_problems(folder: Path | None) -> list[UserError]:
     """Return why a folder cannot be the Hub's cache; it need not exist yet."""
+    if folder is None:
+        return []
     try:
-        if folder is None or stat.S_ISDIR(folder.stat().st_mode):
+        if stat.S_ISDIR(folder.stat().st_mode):
             return []
         return [TakenError(f"--cache-dir {folder}: is a file; name a folder")]
     except FileNotFoundError:
-        return []
+        from kandinsky5_nabla.scripts._outputs import folder_problems  # here: it loads torch
+
+        return folder_problems("cache", next(above for above in folder.absolute().parents if above.exists()))
     except OSError as error:  # a name that is too long, or below a file
         return [OutputError(f"--cache-dir {folder}: {error.strerror}; name a folder")]
 

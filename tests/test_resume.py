@@ -372,6 +372,9 @@ def test_a_folder_that_nobody_can_write_to_is_refused_before_anything_is_loaded(
     code, _, err = here(*CAT, "--output", "/proc/self/cat.mp4")
     assert code == 2
     assert err.startswith("error: output folder /proc/self: cannot be written to")
+    code, _, err = here(*CAT, "--cache-dir", "/proc/self/new/cache")
+    assert code == 2
+    assert err.startswith("error: cache folder /proc/self: cannot be written to")
 
 
 def test_nan_stops_with_the_step_and_keeps_the_last_good_state(here, tmp_path):
@@ -382,7 +385,7 @@ def test_nan_stops_with_the_step_and_keeps_the_last_good_state(here, tmp_path):
     with at_call(CALLS * 2 + 1, poison):
         code, _, err = here(*CAT, "--checkpoint-every", "1", "--dtype", "float16")
     assert code == 1
-    assert f"the latents after step 3 of {STEPS} are not finite" in err
+    assert f"the latents after step 3 of {STEPS} (first in out_layer.out_layer) are not finite" in err
     assert "Likely cause: float16, which ends at 65504 (try bfloat16 or float32)" in err
     assert f"the state after step 2 of {STEPS} is kept in cat.k5" in err
     assert completed(tmp_path) == 2
