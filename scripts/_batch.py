@@ -16,10 +16,10 @@ from kandinsky5_nabla.configs.errors import PromptsFileError, SettingsError, Tak
 from kandinsky5_nabla.pipeline.checks import Report, prompt_list
 from kandinsky5_nabla.pipeline.codecs import Codec
 from kandinsky5_nabla.scripts._arguments import described
-from kandinsky5_nabla.scripts._outputs import folder_problems, safe_name, write_json
+from kandinsky5_nabla.scripts._outputs import folder_problems, safe_name, taken, write_json
 from kandinsky5_nabla.scripts._prompts import Row, read_prompts
 from kandinsky5_nabla.scripts._record import Record, read_record
-from kandinsky5_nabla.scripts._repeat import command_line
+from kandinsky5_nabla.scripts._repeat import command_line, holds
 from kandinsky5_nabla.scripts._setup import Setup, seed_problems
 from kandinsky5_nabla.scripts._videos import Video, drawn_seed
 
@@ -30,9 +30,13 @@ STEM_BYTES = 60
 
 _COMPARED = (
     *("negative_prompt", "seed", "preset", "model", "vae", "text_encoder", "text_encoder_2", "loras", "dtype"),
-    *("text_encoder_dtype", "dit_dtype", "codec", "crf"),
+    *("text_encoder_dtype", "dit_dtype", "height", "width", "num_frames", "num_inference_steps", "guidance_scale"),
+    *("scale_factor", "fps", "codec", "crf"),
 )
 """Fields of a record that are known before the checkpoint is loaded, and in which two runs differ if at all."""
+
+_OF_CHECKPOINT = {"shift": "scheduler", "nabla_P": "transformer"}
+"""Numbers that the config of a part may have: they are known if they are given, or that part lies here."""
 
 
 @dataclass(frozen=True)
@@ -182,10 +186,17 @@ def _videos_of_row(
     for i in range(0 if report.problems else args.num_videos):
         name = f"{row.line:04}-{safe_name(row.prompt, STEM_BYTES)}-{seed + i}{codec.suffix}"
         video = Video(row.prompt, seed + i, batch.folder / name, negative, given, row.line)
-        yield (video, False) if args.overwrite else _compared(report, video, setup, codec, crf)
+        done = False
+        if not args.overwrite:
+            video, done = _compared(report, video, setup, codec, crf, args.keep_state)
+        if args.preview is not None and not (done or video.begun):
+            report.extend(taken("output", [video.sheet], args.overwrite))
+        yield video, done
 
 
-def _compared(report: Report, video: Video, setup: Setup, codec: Codec, crf: int | None) -> tuple[Video, bool]:
+def _compared(
+    report: Report, video: Video, setup: Setup, codec: Codec, crf: int | None, keep_state: bool
+) -> tuple[Video, bool]:
     """Return a video and whether it is done; a file of another run in its place goes into the report."""
     begun = video.state.exists()
     there = [path for path in (video.output, video.record) if os.path.lexists(path)]
@@ -200,8 +211,10 @@ def _compared(report: Report, video: Video, setup: Setup, codec: Codec, crf: int
         return video, False
     if differences := list(_differences(record, video, setup, codec, crf)):
         report.add(TakenError, [f"{in_the_way}: was made with {', '.join(differences)}; {remedy}"])
-    done = not begun and video.output in there
-    return replace(video, begun=not done), done
+    complete = video.output in there
+    if begun:  # its state is left of a run that was killed, or was kept on purpose
+        complete = keep_state and len(there) == 2 and all(holds(path, record) for path in there)
+    return replace(video, begun=not complete), complete
 
 
 def _differences(record: Record, video: Video, setup: Setup, codec: Codec, crf: int | None) -> Iterator[str]:
@@ -212,7 +225,8 @@ def _differences(record: Record, video: Video, setup: Setup, codec: Codec, crf: 
     setup = replace(setup, negative_prompt=video.negative_prompt)
     expected = Record.of(setup, setup.settings, attention, **named, codec=codec.name, crf=crf)
     record = replace(record, prompt=typed)  # whether it was expanded is not known before the text encoder is loaded
-    numbers = [name for name, value in setup.given.items() if value is not None]
+    configs = setup.checkpoint.configs
+    numbers = [name for name, part in _OF_CHECKPOINT.items() if setup.given[name] is not None or configs[part]]
     compared = [*_COMPARED, "prompt", "attention", *numbers, *(["vae_tile"] if setup.tile is not None else [])]
     for name in compared:
         was, here = getattr(record, name), getattr(expected, name)

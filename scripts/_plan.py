@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,8 +105,11 @@ class Plan:
         return {**self.setup.describe(), "memory": self.memory_lines(), "outputs": outputs, **report, **state, **batch}
 
     def cautions(self) -> list[str]:
-        """Return sentences about what may not come out as expected."""
-        return [*self.setup.cautions, *([] if self.saved is None else self.saved.cautions())]
+        """Return sentences about what may not come out as expected: a size's once, however many rows have it."""
+        sized = [replace(self.setup.settings, **video.given) for video in self.videos]
+        of_size = [self.setup.preset.cautions(each.num_frames, each.height, each.width) for each in sized]
+        of_state = [] if self.saved is None else self.saved.cautions()
+        return [*dict.fromkeys(itertools.chain(*of_size)), *self.setup.differences, *of_state]
 
     def memory_lines(self) -> list[str]:
         """Return what each stage is expected to take, for people."""
@@ -163,7 +167,7 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
     report.extend(log_problems(args.log))
     if embeds is not None:
         report.add(EmbedsError, _embeds_problems(embeds, setup, args.prompt))
-    preview = _preview(report, args, setup, videos)
+    preview = _preview(report, args, setup, [] if batch else videos)  # a row's sheet is checked with the row
     if batch is not None and not report.problems:
         setup = planned_for_all(report, setup, videos) if videos else setup
         report.add(PromptsFileError, [] if videos or batch.done else batch.describe()["bad"])
@@ -193,7 +197,7 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
 def _prompt_problems(args: argparse.Namespace, saved: Saved | None) -> list[UserError]:
     """Return what is wrong with where the prompts come from."""
     if args.prompts is not None:
-        others = {"--prompt": args.prompt, "--embeds": args.embeds, "--resume, --decode-only and --from": saved}
+        others = {"--from": saved} if saved else {"--prompt": args.prompt, "--embeds": args.embeds}
         both = " and ".join(name for name, value in others.items() if value)
         sentence = f"--prompts {args.prompts}: has the prompts of the run; leave {both} out"
         return [UsageError(sentence)] if both else []
@@ -232,7 +236,7 @@ def _preview(report: Report, args: argparse.Namespace, setup: Setup, videos: lis
     if args.preview is None:
         return None
     known = not report.problems  # of a checkpoint that is refused nothing more is read
-    report.extend(taken("output", [video.sheet for video in videos if not video.begun], args.overwrite))
+    report.extend(taken("output", [video.sheet for video in videos], args.overwrite))
     if not known:
         return None
     from kandinsky5_nabla.scripts._preview import find_map  # here: it loads torch

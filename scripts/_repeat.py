@@ -75,7 +75,7 @@ class Saved:
     def owns_output(self) -> bool:
         """Return whether the video is complete already: its run ended while it put its state away."""
         files = [path for path in (self.output, self.output.with_suffix(".json")) if os.path.exists(path)]
-        return self.output in files and all(_holds(path, self.record) for path in files)
+        return self.output in files and all(holds(path, self.record) for path in files)
 
     def cautions(self) -> list[str]:
         """Return a sentence where other versions than the record's are installed."""
@@ -184,7 +184,8 @@ def _saved_video(source: Path) -> Saved:
     return Saved(source, read_record(source), source)
 
 
-def _holds(path: Path, record: Record) -> bool:
+def holds(path: Path, record: Record) -> bool:
+    """Return whether a video, or the JSON file beside it, has this record."""
     try:
         return read_record(path) == record
     except (OSError, ValueError):

@@ -56,7 +56,7 @@ class Setup:
         num_videos: videos in all.
         memory: the plan; None where the sizes of the checkpoint are not known before it is downloaded.
         loras: LoRAs with their scales.
-        cautions: sentences about what may not come out as expected.
+        differences: sentences about where the checkpoint is not what its preset says.
         expand_prompt: whether the text encoder rewrites short prompts before it encodes them.
     """
 
@@ -76,7 +76,7 @@ class Setup:
     num_videos: int
     memory: MemoryPlan | None
     loras: list[LoraRequest]
-    cautions: list[str]
+    differences: list[str]
     expand_prompt: bool
 
     @property
@@ -186,7 +186,7 @@ def make_setup(
         num_videos * num_prompts,
         None,
         find_loras(report, args.lora, checkpoint),
-        [] if problems else _cautions(args, checkpoint, settings),
+        _differences(args, checkpoint),
         getattr(args, "expand_prompt", False),  # other command lines have no prompts
     )
     existing = device if len(report.problems) == before else None
@@ -196,7 +196,7 @@ def make_setup(
     return setup.planned(report)
 
 
-def _cautions(args: argparse.Namespace, checkpoint: Checkpoint, settings: Settings) -> list[str]:
+def _differences(args: argparse.Namespace, checkpoint: Checkpoint) -> list[str]:
     """Return what a user should know before hours of work; nothing about numbers that were given."""
     preset = checkpoint.preset
     transformer = dict(checkpoint.configs["transformer"])
@@ -210,7 +210,7 @@ def _cautions(args: argparse.Namespace, checkpoint: Checkpoint, settings: Settin
         differences.append(
             f"{unknown_repository(checkpoint.model)}; the defaults are those of {preset.name} (--config)"
         )
-    return preset.cautions(settings.num_frames, settings.height, settings.width) + differences
+    return differences
 
 
 def seed_problems(seed: int, num_videos: int = 1) -> list[str]:

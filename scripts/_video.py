@@ -95,7 +95,7 @@ def make_video(run: Run, video: Video, before: dict[str, float]) -> dict[str, An
     overwrite = plan.overwrite or video.begun  # a run that was killed may have written its video already
     folder, record = run.folder_of(video), run.record_of(video)
     with _kept(run, folder, video):
-        if plan.state is None and not video.begun:
+        if plan.state is None and not (video.begun and folder.exists()):
             with stage("state", {}, f"keeping the state of the run in {folder}"):
                 folder.create(video.output, record, run.texts_of(video))
         latents = _denoised(run, video, folder, spent)

@@ -26,7 +26,7 @@ class Video:
         negative_prompt: None for the authors' text.
         given: numbers of its own, by the names of `Settings`.
         line: of the file of prompts; None for a prompt of the command line.
-        begun: its state is there, and the run goes on from it.
+        begun: files of the same run are there, its state or what is left of the video: the run goes on from them.
         short_prompt: what was typed, where `prompt` is its expansion.
     """
 

@@ -10,7 +10,8 @@ from kandinsky5_nabla.pipeline.export import VideoInfo, probe_video, read_commen
 QUICK = ["--config", "demo", "--height", "64", "--width", "64", "--num-frames", "5", "--steps", "1"]
 QUICK += ["--attention", "NABLA_REFERENCE", "--device", "cpu", "--prompt", "a cat", "--seed", "5"]
 SUFFIXES = {"h264": ".mp4", "h265": ".mp4", "gif": ".gif", "frames": ""}
-FPS = load_preset("demo").fps
+DEMO = load_preset("demo")
+PRESET = DEMO.local_folder.with_suffix(".yaml")
 
 
 def content(path):
@@ -26,7 +27,7 @@ def test_each_codec_writes_its_file_whose_record_repeats_the_bytes(here, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({made.name, "a-cat-5.json"})
     info = probe_video(made)
     assert (info.width, info.height, info.num_frames) == (64, 64, 5)
-    assert abs(info.fps - FPS) < 0.2  # a GIF counts in 1/100 s
+    assert abs(info.fps - DEMO.fps) < 0.2  # a GIF counts in 1/100 s
     record = json.loads(read_comment(made))
     assert record == json.loads((tmp_path / "a-cat-5.json").read_text())
     assert (record["codec"], record["crf"]) == (codec, {"h264": 18, "h265": 20}.get(codec))
@@ -34,13 +35,18 @@ def test_each_codec_writes_its_file_whose_record_repeats_the_bytes(here, tmp_pat
     code, _, err = here("--from", made, "--output", again.name)
     assert code == 0, err
     assert content(again) == content(made)
+    (tmp_path / "a-cat-5.json").unlink()
+    for output, names in ([], ("a-cat-5-2", "a-cat-6")), (["--output", f"b{made.suffix}"], ("b-1", "b-2")):
+        _, out, _ = here(*QUICK, "--codec", codec, "--num-videos", "2", *output, "--dry-run", "--json")
+        assert [each["file"] for each in json.loads(out)["outputs"]] == [f"{name}{made.suffix}" for name in names]
 
 
 def test_the_quality_changes_the_file_and_is_recorded(here, tmp_path):
     sizes = {}
     for crf in (0, 40):
         assert here(*QUICK, "--crf", crf, "--output", f"{crf}.mp4")[0] == 0
-        assert json.loads(read_comment(tmp_path / f"{crf}.mp4"))["crf"] == crf
+        record = json.loads(read_comment(tmp_path / f"{crf}.mp4"))
+        assert (record["codec"], record["crf"]) == ("h264", crf)
         sizes[crf] = (tmp_path / f"{crf}.mp4").stat().st_size
     assert sizes[0] > sizes[40]
 
@@ -59,10 +65,12 @@ def test_the_outputs_suffix_chooses_gif_and_another_codec_beside_a_record_has_it
 
 def test_kept_latents_are_decoded_to_another_codec_beside_the_first_file(here, tmp_path):
     assert here(*QUICK, "--output", "cat.mp4", "--keep-state")[0] == 0
+    code, _, err = here("--decode-only", "cat.k5", "--codec", "frames")
+    assert (code, err) == (2, "error: output cat.json: exists; choose another name or add --overwrite\n")
     code, out, err = here("--decode-only", "cat.k5", "--codec", "frames", "--overwrite")
     assert code == 0, err
     assert out.startswith("cat: 64x64, 5 frames")
-    assert probe_video(tmp_path / "cat") == VideoInfo(64, 64, FPS, 5)
+    assert probe_video(tmp_path / "cat") == VideoInfo(64, 64, DEMO.fps, 5)
     assert here("--decode-only", "cat.k5", "--crf", "30", "--output", "small.mp4")[0] == 0
     assert json.loads(read_comment(tmp_path / "small.mp4"))["crf"] == 30
     # The frames are the pixels that the MP4 was made from: what differs is its loss.
@@ -84,6 +92,8 @@ def test_kept_latents_are_decoded_to_another_codec_beside_the_first_file(here, t
         (["--codec", "frames", "--output", "full"], "output full: exists; choose another name or add --overwrite"),
         (["--codec", "frames", "--output", "full", "--overwrite"], "full holds precious.txt beside frames"),
         (["--codec", "frames", "--output", "file", "--overwrite"], "file is not a folder"),
+        (["--codec", "frames", "--output", "link", "--overwrite"], "link is not a folder"),
+        (["--codec", "gif", "--config", "fast.yaml"], "fps must be a number from 1/655 to 50 with codec 'gif', got 60"),
         (["--output", "full.gif"], "is a folder; name a file in it, such as full.gif/video.gif"),
     ],
 )
@@ -92,6 +102,8 @@ def test_what_a_codec_cannot_do_is_refused_with_what_works(here, tmp_path, argv,
         (tmp_path / name).mkdir()
     (tmp_path / "full/precious.txt").write_text("precious")
     (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to("full")
+    (tmp_path / "fast.yaml").write_text(PRESET.read_text().replace("./demo", str(DEMO.model)).replace("8.0", "60"))
     before = sorted(tmp_path.rglob("*"))
     code, _, err = here(*QUICK, *argv)
     assert code == 2
@@ -107,3 +119,4 @@ def test_a_folder_of_frames_is_replaced_when_asked(here, tmp_path):
     assert "cat: exists; choose another name or add --overwrite" in err
     assert here(*QUICK, "--codec", "frames", "--output", "cat", "--num-frames", "1", "--overwrite")[0] == 0
     assert sorted(path.name for path in (tmp_path / "cat").iterdir()) == ["frame-0000.png", "metadata.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cat", "cat.json"]

@@ -20,15 +20,19 @@ from pathlib import Path
 
 import pytest
 
+from kandinsky5_nabla.pipeline.codecs import CODECS
 from kandinsky5_nabla.scripts import generate
 
 QUICK = ["--config", "demo", "--height", "64", "--width", "64", "--num-frames", "1", "--steps", "2", "--device", "cpu"]
-QUICK += ["--attention", "NABLA_REFERENCE", "--guidance-scale", "1", "--prompt", "a cat", "--seed", "5"]
-QUICK += ["--output", "cat.mp4", "--keep-state", "--save-embeds", "text.safetensors", "--report", "report.json"]
-SEVERAL = [*QUICK, "--num-videos", "2", "--checkpoint-every", "1"]
-# What there is too little of, where temporary files lie, the command line. The first is the suite's.
-WALKS = [("pages", "elsewhere", QUICK), ("pages", "there", QUICK), ("names", "elsewhere", QUICK)]
-WALKS += [("names", "there", QUICK), ("pages", "elsewhere", SEVERAL), ("names", "there", SEVERAL)]
+QUICK += ["--attention", "NABLA_REFERENCE", "--guidance-scale", "1", "--prompt", "a cat", "--seed", "5", "--keep-state"]
+ALL = [*QUICK, "--save-embeds", "text.safetensors", "--report", "report.json", "--output", "cat.mp4"]
+SEVERAL = ["--num-videos", "2", "--checkpoint-every", "1", *ALL]
+EXPORTS = [[*QUICK, "--codec", name, "--output", f"cat{CODECS[name].suffix}"] for name in CODECS if name != "h264"]
+# What there is too little of, where temporary files lie, what there is always room for, the command line.
+WALKS = [("pages", "elsewhere", None, ALL), *(("pages", "elsewhere", "cat.k5", argv) for argv in EXPORTS)]
+SOAK = [("pages", "there", None, ALL), ("names", "elsewhere", None, ALL), ("names", "there", None, ALL)]
+SOAK += [("pages", "elsewhere", None, SEVERAL), ("names", "there", None, SEVERAL)]
+SOAK += [("names", "elsewhere", None, [*ALL, "--codec", "frames", "--output", "cat"])]
 STAGES = ["text", "state", "denoise", "export", "report"]  # those that write
 WRITTEN = ["text.safetensors", "cat.k5/settings.json", "cat.k5/denoising.safetensors", "cat.mp4", "cat.json"]
 NO_ROOM = "No space left on device"
@@ -36,19 +40,22 @@ NO_ROOM = "No space left on device"
 can_mount = os.name == "posix" and subprocess.run("unshare -rm true", shell=True, capture_output=True).returncode == 0
 
 
-def walked(disk, *walk):
-    """Return the files of the undisturbed run, and the runs on a disk that has too little room, in their order."""
-    disk.mkdir()
-    on_it = [sys.executable, __file__, str(disk), *walk]
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory, soak):
+    """Each walk, the files of its undisturbed run, and the runs on a disk that has too little room, in their order."""
+    disk, walks = tmp_path_factory.mktemp("disk"), WALKS if soak == 1 else WALKS + SOAK
+    on_it = [sys.executable, __file__, str(disk), json.dumps(walks)]
     mounted = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1M,nr_inodes=99 none "$0" && exec "$@"', str(disk)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*mounted, *on_it], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    whole, *runs, last = json.loads(done.stdout)
-    assert (whole["code"], last["code"]) == (0, 0), whole["err"] + last["err"]
-    assert last["files"].keys() == whole["files"].keys()
-    assert_whole(last["files"], whole["files"])
-    return whole["files"], runs
+    found = []
+    for walk, (whole, *runs, last) in zip(walks, map(json.loads, done.stdout.splitlines()), strict=True):
+        assert (whole["code"], last["code"]) == (0, 0), whole["err"] + last["err"]
+        assert last["files"].keys() == whole["files"].keys()
+        assert_whole(last["files"], whole["files"])
+        found.append((walk, whole["files"], runs))
+    return found
 
 
 def assert_whole(files, whole):
@@ -70,17 +77,19 @@ def stage_that_failed(run):
     return re.match(r"error: (\w+) failed with", problem)[1]
 
 
-@pytest.mark.skipif(not can_mount, reason="no process may mount a file system of its own here")
-def test_a_disk_that_is_full_at_any_write_is_a_clear_error_and_costs_nothing_that_was_written(tmp_path, soak):
-    for number, (filled, temporary, argv) in enumerate(WALKS[: 1 if soak == 1 else None]):
-        whole, runs = walked(tmp_path / str(number), filled, temporary, *argv)
-        if filled == "names":  # where none fits, that is found before anything is loaded
+mounts = pytest.mark.skipif(not can_mount, reason="no process may mount a file system of its own here")
+
+
+@mounts
+def test_a_disk_that_is_full_at_any_write_is_a_clear_error_and_costs_nothing_that_was_written(walked):
+    for walk, whole, runs in (each for each in walked if each[0][2] is None):
+        if walk[0] == "names":  # where none fits, that is found before anything is loaded
             first = runs.pop(0)
             assert (first["code"], first["files"]) == (2, {})
             assert NO_ROOM in first["err"]
         stages = list(dict.fromkeys(map(stage_that_failed, runs)))
         assert stages in (STAGES, STAGES[:-1])  # what the export takes for a while may be enough for the report
-        if number == 0:  # each file was once the first for which there was no room
+        if walk in WALKS:  # each file was once the first for which there was no room
             assert {sum(name in run["files"] for name in WRITTEN) for run in runs} == {*range(len(WRITTEN) + 1)}
         for run in runs:
             assert_whole(run["files"], whole)
@@ -89,22 +98,33 @@ def test_a_disk_that_is_full_at_any_write_is_a_clear_error_and_costs_nothing_tha
             states = [name for name in run["files"] if name.endswith(".k5")]
             assert all(f"{state}/settings.json" in run["files"] for state in states)  # otherwise it is none
             finished = run["after"]["files"].keys()
-            assert all(state.replace(".k5", ".mp4") in finished for state in states)
+            assert all(state.replace(".k5", Path(walk[-1][-1]).suffix) in finished for state in states)
             assert states or finished == whole.keys()
+
+
+@mounts
+def test_a_disk_that_fills_up_while_a_video_is_written_costs_none_of_its_state_whatever_the_codec(walked):
+    for (*_, argv), whole, runs in (each for each in walked if each[0][2] is not None):
+        video, state = argv[-1], {name: whole[name] for name in whole if name.startswith("cat.k5")}
+        assert {video in run["files"] for run in runs} == {False, True}  # no room for it, and then none for its record
+        for run in runs:
+            assert stage_that_failed(run) == "export"
+            assert_whole(run["files"], whole)
+            assert {name: content for name, content in run["files"].items() if name in state} == state
+            assert run["after"]["code"] == 0, run["after"]["err"]
+            assert run["after"]["files"] == whole
 
 
 # In the process that has the disk
 
 
-def _walk(disk, filled, temporary, argv):
+def _walk(filled, temporary, roomy, argv):
     """Make the undisturbed run and one for each amount of room, print what became of them and of what goes on."""
-    os.chdir(disk)
-    os.mkdir("tmp")
-    if temporary == "there":
-        tempfile.tempdir = str(disk / "tmp")
+    tempfile.tempdir = os.path.abspath("tmp") if temporary == "there" else None
     fill = {"pages": _fill_pages, "names": _fill_names}[filled]
+    _remove_all()
     runs, after = [_run(argv)], {}
-    for room in count():
+    for room in count(0 if roomy is None else _pages(Path(roomy))):
         _remove_all()
         fill(room)
         run = _run(argv)
@@ -166,5 +186,13 @@ def _fill_names(room):
     assert os.statvfs(".").f_favail == room
 
 
+def _pages(folder):
+    """Return how many pages the files of a folder take."""
+    return sum(-(-path.stat().st_size // os.statvfs(".").f_frsize) for path in folder.iterdir())
+
+
 if __name__ == "__main__":
-    _walk(Path(sys.argv[1]), *sys.argv[2:4], sys.argv[4:])
+    os.chdir(sys.argv[1])
+    os.mkdir("tmp")
+    for each in json.loads(sys.argv[2]):
+        _walk(*each)

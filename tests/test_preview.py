@@ -200,6 +200,86 @@ def test_decoding_alone_draws_a_sheet_and_leaves_the_state_as_it_is(make, tmp_pa
     assert contents(tmp_path / "cat.k5") == before
 
 
+# A file of prompts
+
+SMALL = [*QUICK, "--height", "64", "--width", "64", "--num-frames", "1", "--steps", "3"]
+ROWS = [{"prompt": "a red square"}, {"prompt": "a blue circle", "seed": 6, "width": 128}]
+RED, BLUE = "0001-a-red-square-5", "0002-a-blue-circle-6"
+
+
+@pytest.fixture
+def rows(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    return [*SMALL, "--prompts", "rows.jsonl", "--seed", "5"]
+
+
+@pytest.fixture
+def previews(monkeypatch, tmp_path):
+    """Before each call of the real transformer: the previews that lie there, each with its size in pixels."""
+    seen, real = [], Kandinsky5Transformer.forward
+
+    def forward(self, *args, **kwargs):
+        pictures = {str(path.relative_to(tmp_path)): path for path in tmp_path.rglob("preview.png")}
+        seen.append({name: Image.open(path).size for name, path in pictures.items()})
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Kandinsky5Transformer, "forward", forward)
+    return seen
+
+
+def test_each_row_has_its_preview_while_it_runs_and_in_the_end_its_sheet_under_its_own_name(
+    make, rows, previews, tmp_path
+):
+    make(*rows, "--output", "plain")
+    previews.clear()
+    out, _ = make(*rows, "--preview")
+    red, blue = ({f"rows/{name}.k5/preview.png": size} for name, size in ((RED, (80, 96)), (BLUE, (144, 96))))
+    assert previews == [{}] * 2 * CALLS + [red] * CALLS + [{}] * 2 * CALLS + [blue] * CALLS
+    assert [line.partition("; sheet ")[2] for line in out.splitlines()] == [f"rows/{RED}.png", f"rows/{BLUE}.png"]
+    assert names(tmp_path / "rows") == sorted([*names(tmp_path / "plain"), f"{RED}.png", f"{BLUE}.png"])
+    for path in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "rows" / path.name).read_bytes() == path.read_bytes(), path
+    made = contents(tmp_path / "rows")
+    make(*SMALL, "--prompt", "a blue circle", "--seed", "6", "--width", "128", "--output", "blue.mp4", "--preview")
+    assert (tmp_path / "blue.png").read_bytes() == made[tmp_path / "rows" / f"{BLUE}.png"]
+    assert made[tmp_path / "rows" / f"{RED}.png"] != made[tmp_path / "rows" / f"{BLUE}.png"]
+    previews.clear()
+    out, err = make(*rows, "--preview")
+    assert (out, previews, err.splitlines()[-1]) == ("", [], "rows/manifest.json: 2 done")
+    assert contents(tmp_path / "rows") == made
+
+
+def test_a_stopped_run_over_a_file_of_prompts_goes_on_to_the_same_pictures(here, make, rows, monkeypatch, tmp_path):
+    make(*rows, "--preview", "--output", "whole")
+    with monkeypatch.context() as patch:  # in the second step of the second row
+        at_call(patch, 5 * CALLS, lambda: signal.raise_signal(signal.SIGINT))
+        code, _, err = here(*rows, "--preview")
+    assert code == 130
+    assert err.splitlines()[-1].endswith("--prompts rows.jsonl --seed 5 --preview")
+    assert "preview.png" in names(tmp_path / "rows" / f"{BLUE}.k5")
+    (tmp_path / "rows" / f"{BLUE}.png").write_text("half")  # of a run that was killed while it put its state away
+    make(*rows, "--preview")
+    assert {path.name: content for path, content in contents(tmp_path / "rows").items()} == {
+        path.name: content for path, content in contents(tmp_path / "whole").items()
+    }
+
+
+def test_a_picture_in_the_way_of_a_rows_sheet_stops_no_other_row(here, make, rows, tmp_path):
+    (tmp_path / "rows").mkdir()
+    taken = tmp_path / "rows" / f"{RED}.png"
+    taken.write_text("precious")
+    make(*rows, "--dry-run")  # without a sheet it is in nobody's way
+    code, out, err = here(*rows, "--preview")
+    assert code == 1
+    assert f"error: rows.jsonl line 1: output rows/{RED}.png: exists; choose another name or add --overwrite" in err
+    assert [line.partition(":")[0] for line in out.splitlines()] == [f"rows/{BLUE}.mp4"]
+    made = [f"{BLUE}.{kind}" for kind in ("json", "mp4", "png")]
+    assert names(tmp_path / "rows") == [f"{RED}.png", *made, "manifest.json"]
+    assert taken.read_text() == "precious"
+    make(*rows, "--preview", "--overwrite")
+    assert taken.read_bytes().startswith(b"\x89PNG")
+
+
 # Refused
 
 

@@ -1,8 +1,10 @@
 """A file of many prompts: every good row becomes a video, a bad one is told with its line and stops nothing."""
 
 import json
+import os
 import resource
 import shlex
+import shutil
 import signal
 import sys
 
@@ -11,12 +13,12 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo
 
 from kandinsky5_nabla.models.transformer import Kandinsky5Transformer
-from kandinsky5_nabla.pipeline.export import probe_video, read_comment
+from kandinsky5_nabla.pipeline.export import probe_video, read_comment, read_video
 from kandinsky5_nabla.scripts import generate
-from kandinsky5_nabla.scripts._prompts import Row, read_prompts
 
 QUICK = ["--config", "demo", "--height", "64", "--width", "64", "--num-frames", "1", "--steps", "2"]
 QUICK += ["--attention", "NABLA_REFERENCE", "--device", "cpu"]
+LINUX = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no folder that nobody can write to")
 CALLS = 4  # of the transformer for a video: two steps, with guidance
 
 
@@ -58,89 +60,7 @@ def videos_in(folder):
     return sorted(folder.glob("*.mp4"))
 
 
-# The file
-
-RED, DOG = "a red cat", "a dog, running"
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "rows"),
-    [
-        ("a.txt", f"{RED}\n\n  {DOG} \r\n", [Row(1, RED), Row(3, DOG)]),
-        ("a.TXT", f"\ufeff{RED}", [Row(1, RED)]),
-        ("a.csv", f'prompt\n{RED}\n\n"{DOG}"\n', [Row(2, RED), Row(4, DOG)]),
-        (
-            "a.csv",
-            f'\ufeffSeed, Prompt ,height\r\n7,{RED},64\r\n,"{DOG}",\r\n',
-            [Row(2, RED, {"seed": 7, "height": 64}), Row(3, DOG)],
-        ),
-        ("a.csv", 'prompt,seed\n"two\nlines",1\nb,2\n', [Row(2, "two\nlines", {"seed": 1}), Row(4, "b", {"seed": 2})]),
-        (
-            "a.jsonl",
-            f'{{"prompt": "{RED}", "seed": 7, "width": null}}\n\n{{"prompt": "", "num_frames": "5"}}',
-            [Row(1, RED, {"seed": 7}), Row(3, "", {"num_frames": 5})],
-        ),
-        ("a.jsonl", '{"prompt": "a", "negative_prompt": ""}', [Row(1, "a", {"negative_prompt": ""})]),
-    ],
-)
-def test_each_format_gives_its_rows_with_their_lines(tmp_path, name, text, rows):
-    (tmp_path / name).write_bytes(text.encode())
-    assert read_prompts(tmp_path / name) == rows
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "line", "problem"),
-    [
-        ("a.csv", "prompt,seed\na,1\nb,x\n", 3, "seed 'x': must be a whole number"),
-        ("a.csv", "prompt,seed\na,1.5\n", 2, "seed '1.5': must be a whole number"),
-        ("a.csv", "prompt,seed\n,1\n", 2, "has no prompt"),
-        ("a.csv", "prompt,seed\na, b,1\n", 2, "has 3 values for 2 columns; quote values with commas"),
-        ("a.csv", 'prompt\n"a" b\n', 2, "is not CSV"),
-        ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n', 2, "is not JSON"),
-        ("a.jsonl", '["a"]', 1, 'is no object such as {"prompt": "a cat"}: ["a"]'),
-        ("a.jsonl", '{"text": "a"}', 1, "there is no column 'text'"),
-        ("a.jsonl", '{"prompt": "a", "sede": 1}', 1, "there is no column 'sede': seed is meant?"),
-        ("a.jsonl", '{"prompt": ["a"]}', 1, "prompt ['a']: must be text"),
-        ("a.jsonl", '{"prompt": "a", "seed": true}', 1, "seed True: must be a whole number"),
-        ("a.jsonl", '{"prompt": "a", "seed": 1.0}', 1, "seed 1.0: must be a whole number"),
-    ],
-)
-def test_a_bad_row_says_what_is_wrong_and_the_rows_around_it_are_read(tmp_path, name, text, line, problem):
-    (tmp_path / name).write_text(
-        text + ('\n{"prompt": "last"}' if name.endswith("jsonl") else "last" + ",7" * ("," in text))
-    )
-    rows = read_prompts(tmp_path / name)
-    [bad] = [row for row in rows if row.problems]
-    assert bad.line == line
-    assert any(sentence.startswith(problem) for sentence in bad.problems), bad.problems
-    assert rows[-1].prompt == "last"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "problem"),
-    [
-        ("a.yaml", b"prompt: a", "must be a name that ends in .txt, .csv, .jsonl"),
-        ("a", b"a", "must be a name that ends in .txt, .csv, .jsonl"),
-        ("a.txt", b"\n \n", "has no prompt"),
-        ("a.csv", b"prompt,seed\n", "has no prompt"),
-        ("a.csv", b"", "the first row must name the columns, prompt among them"),
-        ("a.csv", b"a cat\na dog\n", "the first row must name the columns, prompt among them; it is 'a cat'"),
-        ("a.csv", b"prompt,sead\na,1\n", "there is no column 'sead': seed is meant?"),
-        ("a.csv", b"prompt,seed,seed\na,1,2\n", "there are two columns 'seed'"),
-        ("a.txt", b"a\xffb", "byte 1 is not UTF-8; save the file in UTF-8"),
-        ("missing.txt", None, "No such file"),
-    ],
-)
-def test_a_file_that_cannot_be_used_as_a_whole_is_refused_before_anything(here, tmp_path, name, content, problem):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    before = sorted(tmp_path.rglob("*"))
-    code, out, err = here("--prompts", name, "--output", "videos")
-    assert (code, out) == (2, "")
-    [line] = err.splitlines()
-    assert problem in line
-    assert name in line
-    assert sorted(tmp_path.rglob("*")) == before
+# What does not go with it
 
 
 @pytest.mark.parametrize(
@@ -153,6 +73,8 @@ def test_a_file_that_cannot_be_used_as_a_whole_is_refused_before_anything(here, 
         (["--steps", "0"], "number of steps 0: must be"),
         (["--num-videos", "0"], "number of videos 0: must be"),
         (["--seed", "-1"], "seed -1: must be"),
+        (["--device", "cuda:99"], "device cuda:99: there "),
+        pytest.param(["--output", "/proc/self"], "output folder /proc/self: cannot be written to", marks=LINUX),
     ],
 )
 def test_what_does_not_go_with_a_file_of_prompts_is_refused(here, tmp_path, argv, problem):
@@ -169,7 +91,7 @@ ROWS = [
     {"prompt": "a cat"},
     {"prompt": "a dog", "seed": 3, "negative_prompt": "cats"},
     {"prompt": "a cow", "seed": "many"},
-    {"prompt": "a fox", "width": 128},
+    {"prompt": "a fox", "width": 128, "num_frames": 5},
     {"prompt": "a yak", "height": 65},
 ]
 
@@ -196,14 +118,29 @@ def test_good_rows_become_videos_and_bad_ones_are_told_with_their_line(here, row
     ]
     assert err.splitlines()[-1] == "rows/manifest.json: 3 done, 2 failed"
     assert statuses(folder) == ["done", "done", "failed", "done", "failed"]
-    assert manifest_of(folder)["rows"][1] == {
-        "line": 2, "status": "done", "prompt": "a dog", "seed": 3, "file": "0002-a-dog-3.mp4",
-    }  # fmt: skip
+    manifest = manifest_of(folder)
+    assert (manifest["prompts"], manifest["seed"]) == ("rows.jsonl", 7)
+    assert manifest["rows"][1:3] == [
+        {"line": 2, "status": "done", "prompt": "a dog", "seed": 3, "file": "0002-a-dog-3.mp4"},
+        {
+            "line": 3,
+            "status": "failed",
+            "problems": ["seed 'many': must be a whole number"],
+            "kinds": ["PromptsFileError"],
+        },
+    ]
     records = [json.loads((folder / f"{name}.json").read_text()) for name in names]
     assert [record["negative_prompt"] for record in records] == [None, "cats", None]
     assert [record["width"] for record in records] == [64, 64, 128]
-    assert [probe_video(folder / f"{name}.mp4").width for name in names] == [64, 64, 128]
+    infos = [probe_video(folder / f"{name}.mp4") for name in names]
+    assert [(info.width, info.num_frames) for info in infos] == [(64, 1), (64, 1), (128, 5)]
     assert json.loads(read_comment(folder / "0002-a-dog-3.mp4")) == records[1]
+    code, out, err = here("--prompts", "rows.jsonl", "--seed", "7", "--log", "log.jsonl")
+    assert (code, out) == (1, "")
+    said = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert [entry["line"] for entry in said if entry["event"] == "error"] == [3, 5]
+    assert [line for line in err.splitlines() if line.startswith("error: ")] == errors
+    assert err.splitlines()[-1] == "rows/manifest.json: 3 done, 2 failed"
 
 
 def test_a_row_has_the_bytes_of_the_same_video_made_alone(here, rows_file, tmp_path):
@@ -211,6 +148,9 @@ def test_a_row_has_the_bytes_of_the_same_video_made_alone(here, rows_file, tmp_p
     code, _, err = here("--prompt", "a dog", "--seed", "3", "--negative-prompt", "cats", "--output", "dog.mp4")
     assert code == 0, err
     assert (tmp_path / "dog.mp4").read_bytes() == (tmp_path / "rows/0002-a-dog-3.mp4").read_bytes()
+    code, _, err = here("--prompts", "rows.jsonl", "--from", "dog.mp4")
+    assert code == 2
+    assert err == "error: --prompts rows.jsonl: has the prompts of the run; leave --from out\n"
 
 
 def test_the_result_as_json_and_the_dry_run_name_what_failed(here, rows_file, tmp_path):
@@ -227,17 +167,39 @@ def test_the_result_as_json_and_the_dry_run_name_what_failed(here, rows_file, tm
         (3, ["PromptsFileError"]),
         (5, ["SettingsError"]),
     ]
+    assert failed[0]["problems"] == ["seed 'many': must be a whole number"]
     rows = [row for row in manifest_of(tmp_path / "other")["rows"] if row["status"] == "failed"]
     assert rows == [{**failure, "status": "failed"} for failure in failed]
     assert len(videos_in(tmp_path / "other")) == 3
 
 
 def test_a_file_of_bad_rows_alone_is_bad_input(here, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "height": 1}\n[]')
+    rows = ['{"prompt": "a", "height": 1}', "[]", '{"prompt": "a", "seed": -1}']
+    rows += ['{"prompt": "\\ud800"}', '{"prompt": "a", "negative_prompt": "\\ud800"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
     code, _, err = here("--prompts", "a.jsonl")
     assert code == 2
-    assert [line.split(": ")[1] for line in err.splitlines()] == ["a.jsonl line 1", "a.jsonl line 2"]
+    assert [line.split(": ")[1] for line in err.splitlines()] == [f"a.jsonl line {i}" for i in range(1, 6)]
+    assert "line 3: seed -1: must be from 0 to 2**63 - 1" in err
+    assert err.count(": a prompt is no valid text") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_memory_is_planned_for_the_largest_row_and_one_that_cannot_fit_is_a_bad_one(here, tmp_path):
+    def planned(*argv):
+        code, out, _ = here(*argv, "--dry-run", "--json")
+        return code, json.loads(out)["memory"][1:], json.loads(out).get("bad")  # the first line has what is free now
+
+    def rows(*sizes):
+        (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"prompt": "a", **size}) for size in sizes))
+        return "--prompts", "a.jsonl"
+
+    large, huge = ({"height": side, "width": side, "num_frames": count} for side, count in ((256, 17), (2048, 509)))
+    _, of_large, _ = planned("--prompt", "a", "--num-videos", "3", "--height", 256, "--width", 256, "--num-frames", 17)
+    assert planned(*rows({}, large, {})) == (0, of_large, [])
+    code, of_small, [bad] = planned(*rows({}, huge, {}))
+    assert (code, of_small != of_large) == (1, True)
+    assert bad.startswith("a.jsonl line 2: --offload auto needs"), bad
 
 
 def test_names_are_safe_and_unique(here, tmp_path):
@@ -248,6 +210,9 @@ def test_names_are_safe_and_unique(here, tmp_path):
     made = [path.name for path in videos_in(tmp_path / "a")]
     assert len(made) == 4
     assert all(len(name.encode()) <= 100 and not set(name) & set('/:*?"<>|') for name in made)
+    pixels = [read_video(path)[0] for path in videos_in(tmp_path / "a")]
+    assert (pixels[0] == pixels[2]).all()  # one prompt and one seed, in two rows
+    assert (pixels[0] != pixels[1]).any()  # the next seed
 
 
 # Going on
@@ -256,12 +221,18 @@ def test_names_are_safe_and_unique(here, tmp_path):
 def test_the_same_command_goes_on_where_a_stopped_run_was_and_ends_with_the_same_bytes(here, calls, tmp_path):
     made, acts = calls
     (tmp_path / "a.txt").write_text("a cat\na dog\na cow\n")
+    before = []
+    acts[1] = lambda: before.extend(statuses(tmp_path / "whole"))
     assert here("--prompts", "a.txt", "--output", "whole", "--seed", "4")[0] == 0
+    assert before == ["waiting"] * 3
     made.clear()
+    acts.clear()
     acts[CALLS + 1] = lambda: signal.raise_signal(signal.SIGINT)  # in the first step of the second video
-    code, _, err = here("--prompts", "a.txt", "--seed", "4")
+    code, _, err = here("--prompts", "a.txt", "--seed", "4", "--overwrite")
     assert code == 130
+    assert "not begun" not in err  # the manifest tells that of any number of rows
     assert statuses(tmp_path / "a") == ["done", "waiting", "waiting"]
+    shutil.copy(tmp_path / "whole/0002-a-dog-4.mp4", tmp_path / "a")  # as if killed before its state was put away
     command = shlex.split(err.splitlines()[-1].removeprefix("go on with: "))
     assert command == [sys.executable, generate.__file__, *QUICK, "--prompts", "a.txt", "--seed", "4"]
     acts.clear()
@@ -282,30 +253,55 @@ def test_what_is_done_is_not_made_again_and_a_drawn_seed_is_kept(here, calls, tm
     made.clear()
     code, out, err = here("--prompts", "a.txt")
     assert (code, out, made) == (0, "", [])
+    assert "loading" not in err
     assert err.splitlines()[-1] == "a/manifest.json: 2 done"
     assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
     code, out, _ = here("--prompts", "a.txt", "--json")
-    assert (code, json.loads(out)["videos"], json.loads(out)["failed"]) == (0, [], [])
+    result = json.loads(out)
+    assert (code, result["videos"], result["failed"], result["done_before"]) == (0, [], [], 2)
     (tmp_path / "a.txt").write_text("a cat\na dog\na cow\n")
     assert here("--prompts", "a.txt")[0] == 0
     assert len(made) == CALLS
     assert len({row["seed"] for row in manifest_of(tmp_path / "a")["rows"]}) == 1
+    _, out, _ = here("--prompts", "a.txt", "--seed", "0", "--dry-run", "--json")
+    assert [output["seed"] for output in json.loads(out)["outputs"]] == [0, 0, 0]  # one that is given goes first
+    for damaged in ("{", "[]", "{}", '{"seed": "1"}', '{"seed": -1}'):
+        (tmp_path / "a/manifest.json").write_text(damaged)
+        code, out, _ = here("--prompts", "a.txt", "--dry-run", "--json")
+        assert (code, len(json.loads(out)["outputs"])) == (0, 3), damaged
 
 
-def test_files_of_another_run_are_neither_taken_for_done_nor_overwritten(here, tmp_path):
-    (tmp_path / "a.txt").write_text("a cat\n")
+def test_a_video_that_was_taken_away_is_made_again_and_one_without_its_record_is_not(here, calls, tmp_path):
+    made, _ = calls
+    (tmp_path / "a.txt").write_text("a cat\na dog\n")
     assert here("--prompts", "a.txt", "--seed", "1")[0] == 0
-    before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
-    code, _, err = here("--prompts", "a.txt", "--seed", "1", "--steps", "1")
-    assert code == 2
-    assert "line 1: a/0001-a-cat-1.json: was made with num_inference_steps 2, not 1; --overwrite makes it anew" in err
-    (tmp_path / "a/0001-a-cat-1.json").write_text("{}")
-    code, _, err = here("--prompts", "a.txt", "--seed", "1")
-    assert code == 2
-    assert "a/0001-a-cat-1.json: is in the way (holds no record of a run)" in err
-    assert (tmp_path / "a/0001-a-cat-1.mp4").read_bytes() == before["0001-a-cat-1.mp4"]
-    assert here("--prompts", "a.txt", "--seed", "1", "--overwrite")[0] == 0
-    assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
+    cat, dog = videos_in(tmp_path / "a")
+    before = cat.read_bytes()
+    cat.unlink()
+    dog.with_suffix(".json").unlink()
+    made.clear()
+    code, out, err = here("--prompts", "a.txt", "--seed", "1")
+    assert code == 0, err
+    assert out.startswith("a/0001-a-cat-1.mp4: ")
+    assert len(made) == CALLS
+    assert cat.read_bytes() == before
+
+
+def test_a_row_whose_state_was_kept_on_purpose_is_done(here, calls, tmp_path):
+    made, _ = calls
+    (tmp_path / "a.txt").write_text("a cat\na dog\n")
+    again = ["--prompts", "a.txt", "--seed", "1", "--keep-state"]
+    assert here(*again)[0] == 0
+    cat, dog = videos_in(tmp_path / "a")
+    dog.with_suffix(".json").unlink()  # as if it had been killed just before its end
+    before, done = dog.read_bytes(), cat.stat()
+    made.clear()
+    code, out, err = here(*again)
+    assert (code, made, err.splitlines()[-1]) == (0, [], "a/manifest.json: 2 done")
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["a/0002-a-dog-1.mp4"]
+    assert dog.read_bytes() == before
+    assert (cat.stat().st_ino, cat.stat().st_mtime_ns) == (done.st_ino, done.st_mtime_ns)
+    assert here(*again)[1] == ""
 
 
 def test_a_row_that_fails_while_it_runs_stops_no_other_and_goes_on_later(here, calls, tmp_path, monkeypatch):
@@ -315,23 +311,35 @@ def test_a_row_that_fails_while_it_runs_stops_no_other_and_goes_on_later(here, c
 
     def decode(self, *args, **kwargs):
         decoded.append(None)
-        if len(decoded) == 2:
-            raise ValueError("the second one")
+        if len(decoded) != 2:
+            raise ValueError("no pixels")
         return real(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AutoencoderKLHunyuanVideo, "decode", decode)
         code, _, err = here("--prompts", "a.txt", "--seed", "4")
     assert code == 1
-    [error] = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert error.startswith(
-        "error: a.txt line 2: decode failed with ValueError: the second one; the state after step 2"
-    )
-    assert statuses(tmp_path / "a") == ["done", "failed", "done"]
+    failed = ": decode failed with ValueError: no pixels; the state after step 2 of 2 is kept in a/000"
+    assert [line.partition(failed)[0] for line in err.splitlines() if line.startswith("error: ")] == [
+        "error: a.txt line 1", "error: a.txt line 3",
+    ]  # fmt: skip
+    assert statuses(tmp_path / "a") == ["failed", "done", "failed"]
     made.clear()
     assert here("--prompts", "a.txt", "--seed", "4")[0] == 0
     assert made == []  # every step was saved
     assert statuses(tmp_path / "a") == ["done"] * 3
+
+
+def test_a_name_that_is_taken_meanwhile_costs_its_own_row_alone(here, calls, tmp_path):
+    _, acts = calls
+    (tmp_path / "a.txt").write_text("a cat\na dog\n")
+    taken = tmp_path / "a/0001-a-cat-4.mp4"
+    acts[1] = lambda: taken.write_text("precious")
+    code, _, err = here("--prompts", "a.txt", "--seed", "4")
+    assert code == 1
+    assert "error: a.txt line 1: export failed with TakenError: a/0001-a-cat-4.mp4 exists" in err
+    assert statuses(tmp_path / "a") == ["failed", "done"]
+    assert taken.read_text() == "precious"
 
 
 def test_a_full_disk_ends_the_whole_run_and_costs_no_row(here, calls, tmp_path):
@@ -367,6 +375,13 @@ def test_each_text_is_encoded_once_before_the_first_video(here, calls, tmp_path,
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert here("--prompts", "a.jsonl", "--negative-prompt", "d")[0] == 0
     assert sorted(texts) == ["a", "b", "c", "d"]
+    made.clear()
+    texts.clear()
+    assert here("--prompts", "a.jsonl", "--guidance-scale", "1", "--steps", "1", "--output", "b")[0] == 0
+    assert sorted(texts) == ["a", "b"]
+    code, _, err = here("--prompts", "a.jsonl", "--save-embeds", "a.safetensors", "--output", "c")
+    assert code == 2
+    assert "--save-embeds: holds one negative prompt, and the rows have several; leave it out" in err
 
 
 def test_many_rows_with_a_few_bad_ones_give_all_the_others(here, tmp_path, soak):
