@@ -1,6 +1,8 @@
 """Files that appear under their name only when they are complete."""
 
+import hashlib
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +27,7 @@ def complete_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
         path.lstat()  # also refuses a name that is too long for the file system
         if not overwrite:
             raise TakenError(f"{path} exists; choose another name or ask to overwrite it")
-    temporary = path.with_name(f".{uuid.uuid4().hex}{path.suffix}")
+    temporary = temporary_name(path)
     try:
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode
@@ -37,6 +39,24 @@ def complete_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
             _rename_to_free_name(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def temporary_name(path: Path, suffix: str | None = None) -> Path:
+    """Return an unused name beside `path`, hidden, with its suffix or another; `remove_leftovers` knows it again."""
+    return path.with_name(f".{_mark(path)}{uuid.uuid4().hex[:16]}{path.suffix if suffix is None else suffix}")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what processes that were killed have left of writing `path`; nobody may be writing it now."""
+    for left in path.parent.glob(f".{_mark(path)}" + "[0-9a-f]" * 16 + "*"):
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink(missing_ok=True)
+
+
+def _mark(path: Path) -> str:
+    return hashlib.sha256(path.name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def _rename_to_free_name(source: Path, path: Path) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -20,6 +19,7 @@ from PIL import Image
 
 from ..configs.errors import NotFoundError, TakenError, VideoError
 from .codecs import VideoInfo
+from .files import temporary_name
 
 METADATA = "metadata.json"
 _FRAME = re.compile(r"frame-\d{4,}\.png")
@@ -37,7 +37,7 @@ def complete_folder(path: Path, *, overwrite: bool) -> Iterator[Path]:
     if not path.parent.is_dir():
         raise NotFoundError(f"the folder {path.parent} does not exist; create it first")
     check_replaceable(path, overwrite=overwrite)
-    temporary = _unused_name(path)
+    temporary = temporary_name(path, "")
     try:
         temporary.mkdir()
         yield temporary
@@ -140,10 +140,6 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def _unused_name(path: Path) -> Path:
-    return path.with_name(f".{uuid.uuid4().hex}")
-
-
 def _refuse_other_content(folder: Path, name: Path) -> None:
     """Raise FileExistsError where a folder holds what this module does not write; `name` stands for it."""
     with os.scandir(folder) as entries:
@@ -162,7 +158,7 @@ def _replace_folder(source: Path, path: Path) -> None:
 
     No call replaces a folder that is not empty: for a moment between two renames none has the name.
     """
-    aside = _unused_name(path)
+    aside = temporary_name(path, "")
     os.rename(path, aside)
     try:
         _refuse_other_content(aside, path)  # what came meanwhile; now that the name is gone, nothing follows

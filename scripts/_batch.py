@@ -7,7 +7,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from kandinsky5_nabla.pipeline.codecs import Codec
 from kandinsky5_nabla.scripts._arguments import described
 from kandinsky5_nabla.scripts._outputs import folder_problems, safe_name, taken, write_json
 from kandinsky5_nabla.scripts._prompts import Row, read_prompts
-from kandinsky5_nabla.scripts._record import Record, read_record
+from kandinsky5_nabla.scripts._record import Record, read_record, versions
 from kandinsky5_nabla.scripts._repeat import command_line, holds
 from kandinsky5_nabla.scripts._setup import Setup, seed_problems
 from kandinsky5_nabla.scripts._videos import Video, drawn_seed
@@ -67,6 +66,7 @@ class Batch:
         done: those that were made before, by the same run.
         bad: rows that cannot be made.
         again: the command line that goes on where this one was stopped.
+        sizes: bytes of the videos that an earlier run has made, by name.
     """
 
     source: Path
@@ -76,6 +76,7 @@ class Batch:
     done: list[Video]
     bad: list[Failure]
     again: str
+    sizes: dict[str, int | None]
 
     def describe(self) -> dict[str, Any]:
         """Return as plain values what a run over the file would do."""
@@ -94,7 +95,8 @@ class Rows:
         for status, videos in {"done": batch.done, "waiting": batch.videos}.items():
             for video in videos:
                 about = {"prompt": video.prompt, "seed": video.seed, "file": video.output.name}
-                self._rows[_place(video)] = {"line": video.line, "status": status, **about}
+                size = {"bytes": _size_of(video.output)} if status == "done" else {}
+                self._rows[_place(video)] = {"line": video.line, "status": status, **about, **size}
         for failure in batch.bad:
             self._rows[failure.line, 0] = {"line": failure.line, "status": "failed"}
         batch.folder.mkdir(exist_ok=True)
@@ -104,7 +106,7 @@ class Rows:
 
     def complete(self, video: Video) -> None:
         """Note that a video is complete."""
-        self._rows[_place(video)]["status"] = "done"
+        self._rows[_place(video)] |= {"status": "done", "bytes": _size_of(video.output)}
         self._write()
 
     def fail(self, video: Video, problem: UserError) -> None:
@@ -143,9 +145,11 @@ def plan_batch(
     except (OSError, ValueError) as error:
         report.add(PromptsFileError, [f"--prompts {error}"])
         return None
-    seed = args.seed if args.seed is not None else _seed_before(folder)
-    again = command_line(word for word in argv if word != "--overwrite")  # with which it would begin anew
-    batch = Batch(args.prompts, folder, drawn_seed() if seed is None else seed, [], [], [], again)
+    earlier = report.attempt(read_manifest, folder) if not args.overwrite else _manifest_or_nothing(folder)
+    seed = args.seed if args.seed is not None else (earlier or {}).get("seed")
+    again = command_line(_without(argv, "--save-embeds"))  # it is written by the time that this is asked for
+    sizes = {row["file"]: row.get("bytes") for row in (earlier or {}).get("rows", ()) if "file" in row}
+    batch = Batch(args.prompts, folder, drawn_seed() if seed is None else seed, [], [], [], again, sizes)
     if report.problems:  # rows would be checked against numbers that are wrong themselves
         return batch
     sized: dict[tuple[int | None, ...], tuple[list[UserError], Setup]] = {}
@@ -186,34 +190,52 @@ def _videos_of_row(
     for i in range(0 if report.problems else args.num_videos):
         name = f"{row.line:04}-{safe_name(row.prompt, STEM_BYTES)}-{seed + i}{codec.suffix}"
         video = Video(row.prompt, seed + i, batch.folder / name, negative, given, row.line)
-        done = False
-        if not args.overwrite:
-            video, done = _compared(report, video, setup, codec, crf, args.keep_state)
+        video, done = _compared(report, video, setup, codec, crf, batch.sizes.get(video.output.name), args)
         if args.preview is not None and not (done or video.begun):
             report.extend(taken("output", [video.sheet], args.overwrite))
         yield video, done
 
 
 def _compared(
-    report: Report, video: Video, setup: Setup, codec: Codec, crf: int | None, keep_state: bool
+    report: Report,
+    video: Video,
+    setup: Setup,
+    codec: Codec,
+    crf: int | None,
+    size: int | None,
+    args: argparse.Namespace,
 ) -> tuple[Video, bool]:
-    """Return a video and whether it is done; a file of another run in its place goes into the report."""
+    """Return a video and whether it is done; a file of another run in its place goes into the report.
+
+    With `--overwrite` what is the same already stays, and what is not is made anew.
+    """
     begun = video.state.exists()
     there = [path for path in (video.output, video.record) if os.path.lexists(path)]
     if not begun and not there:
         return video, False
+    if video.state.in_use():
+        report.add(TakenError, [video.state.in_use_sentence()])
+        return video, False
     in_the_way = video.state if begun else there[-1]
     remedy = "--overwrite makes it anew, another --output leaves it"
+    problems = Report() if args.overwrite else report
     try:
         record = video.state.read_settings()[1] if begun else read_record(there[-1])
     except (OSError, ValueError) as error:
-        report.add(TakenError, [f"{in_the_way}: is in the way ({error}); {remedy}"])
+        problems.add(TakenError, [f"{in_the_way}: is in the way ({error}); {remedy}"])
         return video, False
-    if differences := list(_differences(record, video, setup, codec, crf)):
-        report.add(TakenError, [f"{in_the_way}: was made with {', '.join(differences)}; {remedy}"])
+    differences = list(_differences(record, video, setup, codec, crf))
+    if args.overwrite and record.versions != versions():
+        differences.append("other versions")
+    if differences:
+        problems.add(TakenError, [f"{in_the_way}: was made with {', '.join(differences)}; {remedy}"])
+        return video, False
     complete = video.output in there
     if begun:  # its state is left of a run that was killed, or was kept on purpose
-        complete = keep_state and len(there) == 2 and all(holds(path, record) for path in there)
+        complete = args.keep_state and len(there) == 2 and all(holds(path, record) for path in there)
+    elif complete and size not in (None, found := _size_of(video.output)):
+        problems.add(TakenError, [f"{video.output}: has {found} bytes and was written with {size}; {remedy}"])
+        return video, False
     return replace(video, begun=not complete), complete
 
 
@@ -250,12 +272,58 @@ def _folder_problems(folder: Path) -> list[UserError]:
     return folder_problems("output", folder.parent)
 
 
-def _seed_before(folder: Path) -> int | None:
-    """Return the seed that an earlier run over the file has drawn."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        seed = json.loads((folder / MANIFEST).read_text("utf-8"))["seed"]
-        return seed if isinstance(seed, int) and not seed_problems(seed) else None
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of an earlier run in a folder; empty where there is none.
+
+    Raises:
+        TakenError: if it is damaged, or no manifest.
+    """
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        return {}
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
+        seed, rows = manifest["seed"], [dict(row) for row in manifest["rows"]]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        reason = str(error)
+    else:
+        if type(seed) is int and not seed_problems(seed):
+            return {"seed": seed, "rows": rows}
+        reason = f"its seed is {seed!r}"
+    remedy = "--overwrite replaces it, another --output leaves it"
+    raise TakenError(f"{path}: is damaged, or no manifest of a run over prompts ({reason}); {remedy}")
+
+
+def earlier_reports(path: Path, batch: Batch) -> list[dict[str, Any]] | None:
+    """Return the reports of done rows in a file of an earlier run; None where it is no such file."""
+    try:
+        reports = json.loads(path.read_text("utf-8"))
+        if all({"file", "report"} <= each.keys() for each in reports):
+            done = {str(video.output) for video in batch.done}
+            return [each for each in reports if each["file"] in done]
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        pass
     return None
+
+
+def _manifest_or_nothing(folder: Path) -> dict[str, Any]:
+    return Report().attempt(read_manifest, folder) or {}
+
+
+def _size_of(output: Path) -> int:
+    """Return the bytes of a video, those of a folder of frames together."""
+    files = output.iterdir() if output.is_dir() else [output]
+    return sum(file.stat().st_size for file in files)
+
+
+def _without(argv: Sequence[str], option: str) -> Iterator[str]:
+    """Yield a command line's words but for an option and its value."""
+    words = iter(argv)
+    for word in words:
+        if word == option:
+            next(words, None)
+        elif not word.startswith(f"{option}="):
+            yield word
 
 
 def _place(video: Video) -> tuple[int, int]:

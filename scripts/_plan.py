@@ -25,7 +25,7 @@ from kandinsky5_nabla.configs.errors import (
 )
 from kandinsky5_nabla.pipeline.checks import MAX_COUNT, Report, prompt_list
 from kandinsky5_nabla.pipeline.codecs import Codec
-from kandinsky5_nabla.scripts._batch import Batch, plan_batch, planned_for_all
+from kandinsky5_nabla.scripts._batch import MANIFEST, Batch, earlier_reports, plan_batch, planned_for_all
 from kandinsky5_nabla.scripts._expand import check_expansion
 from kandinsky5_nabla.scripts._log import log_problems
 from kandinsky5_nabla.scripts._outputs import (
@@ -59,6 +59,7 @@ class Plan:
         codec: of their files.
         crf: their quality; None where the codec has no such choice.
         report: where to write what the attention did; None for nowhere.
+        reports: those of rows that are done, which stay in its file; None where there is no such file.
         embeds: prompts that are encoded already; None where they are to be encoded.
         save_embeds: where to write the encoded prompts; None for nowhere.
         overwrite: replace existing files.
@@ -76,6 +77,7 @@ class Plan:
     codec: Codec
     crf: int | None
     report: Path | None
+    reports: list[dict[str, Any]] | None
     embeds: EmbedsFile | None
     save_embeds: Path | None
     overwrite: bool
@@ -109,6 +111,10 @@ class Plan:
         sized = [replace(self.setup.settings, **video.given) for video in self.videos]
         of_size = [self.setup.preset.cautions(each.num_frames, each.height, each.width) for each in sized]
         of_state = [] if self.saved is None else self.saved.cautions()
+        if self.report is not None and self.saved is not None and self.saved.completed:
+            done, steps = self.saved.completed, self.saved.record.num_inference_steps
+            missing = "every step is done" if done == steps else f"the first {done} of {steps} steps are done"
+            of_state.append(f"{self.report}: {missing}, and a report is made in the steps: it will not have those")
         return [*dict.fromkeys(itertools.chain(*of_size)), *self.setup.differences, *of_state]
 
     def memory_lines(self) -> list[str]:
@@ -142,8 +148,8 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
     overwrite = args.overwrite or own
     if args.prompts is None:
         batch, videos = None, _videos(report, args, codec, saved, overwrite)
-        if saved is None or saved.folder is None:
-            report.add(TakenError, _state_problems(videos, args.overwrite))
+        goes_on = saved is not None and saved.folder is not None
+        report.add(TakenError, _state_problems(videos, args.overwrite or goes_on))
     else:
         batch = plan_batch(report, args, setup, codec, crf, argv)
         videos = [] if batch is None else batch.videos
@@ -151,11 +157,9 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
         report.extend(saved.problems(setup))
     if args.checkpoint_every is not None and not 1 <= args.checkpoint_every <= MAX_COUNT:
         report.add(SettingsError, [f"--checkpoint-every {args.checkpoint_every}: must be from 1 to {MAX_COUNT} steps"])
-    if args.report is not None:
-        report.extend(named_file_problems("report", args.report, "report.json", args.overwrite))
-        if os.path.realpath(args.report) in [os.path.realpath(video.record) for video in videos]:
-            report.add(OutputError, [f"report {args.report}: is the name of the video's own record; choose another"])
-        report.add(BackendError, [] if setup.sparse else [f"--report: {NOTHING_TO_REPORT}; leave it out"])
+    reports = None if args.report is None else _reports(report, args, batch, videos)
+    if args.report is not None and not setup.sparse:
+        report.add(BackendError, [f"--report: {NOTHING_TO_REPORT}; leave it out"])
     if args.save_embeds is not None:
         report.extend(named_file_problems("save-embeds", args.save_embeds, "prompts.safetensors", args.overwrite))
         if args.embeds is not None:
@@ -181,6 +185,7 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
         codec,
         crf,
         args.report,
+        reports,
         embeds,
         args.save_embeds,
         overwrite,
@@ -244,6 +249,21 @@ def _preview(report: Report, args: argparse.Namespace, setup: Setup, videos: lis
     return report.attempt(find_map, args.preview, setup.checkpoint)
 
 
+def _reports(
+    report: Report, args: argparse.Namespace, batch: Batch | None, videos: list[Video]
+) -> list[dict[str, Any]] | None:
+    """Return the reports of rows that are done, whose file is continued; why there can be no file is reported."""
+    earlier = None if batch is None else earlier_reports(args.report, batch)
+    overwrite = args.overwrite or earlier is not None
+    report.extend(named_file_problems("report", args.report, "report.json", overwrite))
+    names = {os.path.realpath(video.record): "the video's own record" for video in videos}
+    if batch is not None:
+        names[os.path.realpath(batch.folder / MANIFEST)] = "the manifest of the videos"
+    if name := names.get(os.path.realpath(args.report)):
+        report.add(OutputError, [f"report {args.report}: is the name of {name}; choose another"])
+    return earlier
+
+
 def _embeds_problems(embeds: EmbedsFile, setup: Setup, prompts: list[str]) -> Iterator[str]:
     """Yield why encoded prompts do not serve this run."""
     from kandinsky5_nabla.pipeline.embeds_file import check_fits
@@ -262,10 +282,12 @@ def _embeds_problems(embeds: EmbedsFile, setup: Setup, prompts: list[str]) -> It
 
 
 def _state_problems(videos: list[Video], overwrite: bool) -> Iterator[str]:
-    """Yield which states of other runs are in the way."""
+    """Yield which states of other runs are in the way, and which run is being made right now."""
     for folder in (video.state for video in videos):
         if os.path.exists(folder.path) and not os.path.isdir(folder.path):
             yield f"output {folder}: is where the state of the run lies, and a file has that name; choose another name"
+        elif folder.in_use():
+            yield folder.in_use_sentence()
         elif folder.exists() and not overwrite:
             yield (
                 f"output {folder}: holds the state of a run; --resume {folder} goes on with it, --overwrite begins anew"

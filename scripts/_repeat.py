@@ -153,7 +153,7 @@ def command_line(words: Iterable[str]) -> str:
 
 def running_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments that a command which goes on has to repeat."""
-    values = {name: getattr(args, name) for name in RUNNING}
+    values = {name: getattr(args, name) for name in (*RUNNING, "report")}
     return values | ({"offload": None} if args.offload == "auto" else {})
 
 

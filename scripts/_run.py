@@ -79,7 +79,7 @@ def _make_all(
     else:
         of_all = _encoded(pipe, plan, setup, interrupts, spent)
         plan = of_all.plan
-    videos, reports = [], []
+    videos, reports = [], [*(plan.reports or [])]
     for video in plan.videos:
         with _recording(pipe, plan) as records:
             made = _attempt(of_all, video, spent, rows)
@@ -91,7 +91,8 @@ def _make_all(
             named = {name: made[name] for name in ("file", "seed", "prompt")}
             reports.append({**named, "report": report_of(records) if records else None})  # none where no step was left
             with stage("report", {}, f"writing {plan.report}"):  # again after each video: a later one may fail
-                write_json(plan.report, reports, overwrite=plan.overwrite or len(reports) > 1)
+                again = plan.overwrite or plan.reports is not None or len(videos) > 1
+                write_json(plan.report, reports, overwrite=again)
     described = plan.describe() | setup.describe(of_all.settings, of_all.attention)
     return {**described, "videos": videos}
 

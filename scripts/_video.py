@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +15,14 @@ from kandinsky5_nabla.configs.errors import InterruptedRun, OutOfMemoryError
 from kandinsky5_nabla.configs.tiles import find_tile, next_smaller
 from kandinsky5_nabla.pipeline import Kandinsky5NablaPipeline, export_video
 from kandinsky5_nabla.pipeline.embeds_file import EncodedTexts
+from kandinsky5_nabla.pipeline.files import remove_leftovers
 from kandinsky5_nabla.pipeline.offload import release
 from kandinsky5_nabla.pipeline.text import TextEmbeddings
 from kandinsky5_nabla.scripts._arguments import Unfinished
 from kandinsky5_nabla.scripts._failures import is_out_of_memory, kind_of_failure
 from kandinsky5_nabla.scripts._log import say
 from kandinsky5_nabla.scripts._memory import less_for_denoising
-from kandinsky5_nabla.scripts._outputs import write_json
+from kandinsky5_nabla.scripts._outputs import taken, write_json
 from kandinsky5_nabla.scripts._preview import Previews, write_sheet
 from kandinsky5_nabla.scripts._progress import StepEnd, denoising_progress
 from kandinsky5_nabla.scripts._record import Record
@@ -94,8 +95,12 @@ def make_video(run: Run, video: Video, before: dict[str, float]) -> dict[str, An
     plan, settings, spent = run.plan, run.settings, dict(before)
     overwrite = plan.overwrite or video.begun  # a run that was killed may have written its video already
     folder, record = run.folder_of(video), run.record_of(video)
-    with _kept(run, folder, video):
+    with _kept(run, folder, video), nullcontext() if plan.decode_only else folder.held():
+        if not plan.decode_only:
+            for path in (video.output, video.record, video.sheet):  # of a process that was killed in writing them
+                remove_leftovers(path)
         if plan.state is None and not (video.begun and folder.exists()):
+            _refuse_what_appeared(video, plan)
             with stage("state", {}, f"keeping the state of the run in {folder}"):
                 folder.create(video.output, record, run.texts_of(video))
         latents = _denoised(run, video, folder, spent)
@@ -134,6 +139,13 @@ def make_video(run: Run, video: Video, before: dict[str, float]) -> dict[str, An
     }
 
 
+def _refuse_what_appeared(video: Video, plan: Plan) -> None:
+    """Raise an error if a name was taken since the run was planned: before the work, not after it."""
+    if not (plan.overwrite or video.begun):
+        for problem in taken("output", [video.output, video.record], False, plan.codec):
+            raise problem
+
+
 @contextmanager
 def _kept(run: Run, folder: StateFolder, video: Video) -> Iterator[None]:
     """Say of whatever ends the body what was kept, which command goes on, and which videos were not begun."""
@@ -142,7 +154,7 @@ def _kept(run: Run, folder: StateFolder, video: Video) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         said, command = ["interrupted" if interrupted else str(error)], None
-        if folder.exists():
+        if folder.exists() and not folder.in_use():
             state = folder.load()
             after = "" if state is None else f" after step {state['completed']} of {run.settings.num_inference_steps}"
             said.append(f"the {'encoded text' if state is None else 'state'}{after} is kept in {folder}")

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from kandinsky5_nabla.configs import errors, load_preset
 from kandinsky5_nabla.pipeline.state import load_state
 from kandinsky5_nabla.scripts import generate
+from kandinsky5_nabla.scripts._state import StateFolder
 
 DEMO = load_preset("demo").local_folder
 LAYER = "visual_transformer_blocks.0.feed_forward.in_layer"
@@ -105,7 +107,9 @@ def made(tmp_path_factory):
     (folder / "file").write_text("precious")
     (folder / "pickle.bin").write_bytes(b"\x80\x04.")
     for name, changes in SETTINGS.items():
-        _change_settings(_copy_of_state(folder, name), changes)
+        state = _copy_of_state(folder, name)
+        _change_settings(state, changes)
+        _change_latents(state, {})
         record = json.loads((folder / "cat.json").read_text())
         (folder / f"{name}-record.json").write_text(json.dumps(record | changes))
     for name, changes in LATENTS.items():
@@ -134,7 +138,10 @@ def _change_settings(state, changes):
 def _change_latents(state, changes):
     path = state / "denoising.safetensors"
     contents = load_state(path) | changes
-    metadata = {"kind": "kandinsky5-nabla denoising state", "version": 1, "completed": contents["completed"]}
+    with suppress(ValueError):  # of settings that are damaged
+        contents["run"] = StateFolder(state)._run()
+    metadata = {"kind": "kandinsky5-nabla denoising state", "version": 1}
+    metadata |= {name: value for name, value in contents.items() if name != "latents"}
     save_file({"latents": contents["latents"]}, path, {name: json.dumps(value) for name, value in metadata.items()})
 
 
@@ -252,7 +259,7 @@ DEMO_CASES = {
     "device with a number": (["--device=cpu:0"], ["device 'cpu:0': must be cpu, cuda or cuda:N"]),
     "device in capitals": (["--device=CUDA"], ["device 'CUDA': must be cpu, cuda or cuda:N"]),
     "attention in small letters": (["--attention=nabla_atn"], ["backend 'nabla_atn'", "did you mean NABLA_ATTN?"]),
-    "dtype in short": (["--dtype=fp16"], ["argument --dtype: invalid choice: 'fp16'", "float16"]),
+    "dtype of 8 bits": (["--dtype=fp8"], ["argument --dtype: invalid choice: 'fp8'", "float16"]),
     "fp8 for the text": (["--text-encoder-dtype=fp8"], ["text encoder dtype 'fp8'", "int8, nf4"]),
     "offload in capitals": (["--offload=Model"], ["argument --offload: invalid choice: 'Model'", "'model'"]),
     "a word too many": (["cat"], ["unrecognized arguments: cat", "--help"]),

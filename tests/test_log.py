@@ -195,7 +195,7 @@ def test_nothing_that_is_shown_or_logged_changes_a_byte_of_the_video(here, tmp_p
 
 def test_a_failure_is_in_the_log_with_its_code_and_the_run_that_goes_on_continues_it(here, go_on, tmp_path):
     with before(Kandinsky5Transformer, "forward", broken, number=5):  # two calls a step, with guidance
-        code, _, err = here(*CAT, *LOG, "--checkpoint-every", "1")
+        code, _, err = here(*CAT, *LOG, "--checkpoint-every", "1", "--report", "report.json")
     assert code == 1
     *_, trace, error, command = log_of(tmp_path)
     assert (trace["event"], "RuntimeError: broken" in trace["message"], "Traceback" in err) == (
@@ -206,8 +206,9 @@ def test_a_failure_is_in_the_log_with_its_code_and_the_run_that_goes_on_continue
     assert (error["level"], error["event"], error["exit_code"]) == ("error", "error", 1)
     assert error["message"] == err.splitlines()[-2].removeprefix("error: ")
     assert (command["event"], f"go on with: {command['command']}") == ("go_on", err.splitlines()[-1])
-    assert command["command"].endswith("--resume cat.k5 --checkpoint-every=1 --log=run.jsonl")
+    assert command["command"].endswith("--resume cat.k5 --checkpoint-every=1 --log=run.jsonl --report=report.json")
     go_on(err)
+    assert json.loads((tmp_path / "report.json").read_text())[0]["report"]["totals"]["steps"] == 1
     log = log_of(tmp_path)
     assert [step["step"] for step in events(log, "step")] == [1, 2, 3]
     assert len(events(log, "run")) == 2

@@ -120,15 +120,13 @@ def test_good_rows_become_videos_and_bad_ones_are_told_with_their_line(here, row
     assert statuses(folder) == ["done", "done", "failed", "done", "failed"]
     manifest = manifest_of(folder)
     assert (manifest["prompts"], manifest["seed"]) == ("rows.jsonl", 7)
-    assert manifest["rows"][1:3] == [
-        {"line": 2, "status": "done", "prompt": "a dog", "seed": 3, "file": "0002-a-dog-3.mp4"},
-        {
-            "line": 3,
-            "status": "failed",
-            "problems": ["seed 'many': must be a whole number"],
-            "kinds": ["PromptsFileError"],
-        },
-    ]
+    size = (folder / "0002-a-dog-3.mp4").stat().st_size
+    done, failed = manifest["rows"][1:3]
+    assert done == {
+        "line": 2, "status": "done", "prompt": "a dog", "seed": 3, "file": "0002-a-dog-3.mp4", "bytes": size
+    }  # fmt: skip
+    problem = "seed 'many': must be a whole number"
+    assert failed == {"line": 3, "status": "failed", "problems": [problem], "kinds": ["PromptsFileError"]}
     records = [json.loads((folder / f"{name}.json").read_text()) for name in names]
     assert [record["negative_prompt"] for record in records] == [None, "cats", None]
     assert [record["width"] for record in records] == [64, 64, 128]
@@ -234,7 +232,7 @@ def test_the_same_command_goes_on_where_a_stopped_run_was_and_ends_with_the_same
     assert statuses(tmp_path / "a") == ["done", "waiting", "waiting"]
     shutil.copy(tmp_path / "whole/0002-a-dog-4.mp4", tmp_path / "a")  # as if killed before its state was put away
     command = shlex.split(err.splitlines()[-1].removeprefix("go on with: "))
-    assert command == [sys.executable, generate.__file__, *QUICK, "--prompts", "a.txt", "--seed", "4"]
+    assert command == [sys.executable, generate.__file__, *QUICK, "--prompts", "a.txt", "--seed", "4", "--overwrite"]
     acts.clear()
     made.clear()
     assert generate.main(command[2:]) == 0
@@ -265,10 +263,6 @@ def test_what_is_done_is_not_made_again_and_a_drawn_seed_is_kept(here, calls, tm
     assert len({row["seed"] for row in manifest_of(tmp_path / "a")["rows"]}) == 1
     _, out, _ = here("--prompts", "a.txt", "--seed", "0", "--dry-run", "--json")
     assert [output["seed"] for output in json.loads(out)["outputs"]] == [0, 0, 0]  # one that is given goes first
-    for damaged in ("{", "[]", "{}", '{"seed": "1"}', '{"seed": -1}'):
-        (tmp_path / "a/manifest.json").write_text(damaged)
-        code, out, _ = here("--prompts", "a.txt", "--dry-run", "--json")
-        assert (code, len(json.loads(out)["outputs"])) == (0, 3), damaged
 
 
 def test_a_video_that_was_taken_away_is_made_again_and_one_without_its_record_is_not(here, calls, tmp_path):

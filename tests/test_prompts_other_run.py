@@ -1,11 +1,16 @@
 """A file of prompts in the folder of another run: its videos are not taken for done, and not overwritten unasked."""
 
+import json
+import shlex
 import shutil
+import signal
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from kandinsky5_nabla.configs import load_preset
+from kandinsky5_nabla.models.transformer import Kandinsky5Transformer
 
 DEMO = load_preset("demo").local_folder
 QUICK = ["--config", "demo", "--height", "64", "--width", "64", "--num-frames", "1", "--steps", "2"]
@@ -113,3 +118,91 @@ def test_what_differs_from_the_run_that_was_first_is_named(here, tmp_path):
     for suffix in (".json", ".mp4"):
         (tmp_path / f"a/0001-a-cat-1{suffix}").rename(tmp_path / f"a/0001-a-cat-2{suffix}")
     assert second({"--seed": 2}, "0001-a-cat-2") == "seed 1, not 2"
+
+
+# Going on with the same command
+
+
+def test_overwrite_makes_anew_what_is_other_and_leaves_what_is_the_same(here, tmp_path):
+    (tmp_path / "a.txt").write_text("a cat\na dog\n")
+    assert here(*QUICK)[0] == 0
+    cat, dog = sorted((tmp_path / "a").glob("*.mp4"))
+    expected, inode = cat.read_bytes(), dog.stat().st_ino
+    code, _, err = here(*QUICK, "--steps", "1", "--overwrite", "--seed", "1", "--output", "a")
+    assert code == 0, err
+    assert cat.read_bytes() != expected
+    assert here(*QUICK, "--overwrite")[0] == 0
+    inode = dog.stat().st_ino
+    cat.with_suffix(".json").write_text("{}")
+    code, out, _ = here(*QUICK, "--overwrite")
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["a/0001-a-cat-1.mp4"]
+    assert (cat.read_bytes(), dog.stat().st_ino) == (expected, inode)
+    record = json.loads(dog.with_suffix(".json").read_text())
+    dog.with_suffix(".json").write_text(json.dumps(record | {"versions": {"torch": "1"}}))
+    assert here(*QUICK)[1] == ""  # what is done stays
+    assert here(*QUICK, "--overwrite")[1].startswith("a/0002-a-dog-1.mp4")
+
+
+@pytest.mark.parametrize("damage", [b"", b"half"])
+def test_a_video_that_is_not_as_it_was_written_is_not_taken_for_done(here, tmp_path, damage):
+    (tmp_path / "a.txt").write_text("a cat\n")
+    assert here(*QUICK)[0] == 0
+    video = tmp_path / "a/0001-a-cat-1.mp4"
+    content = video.read_bytes()
+    video.write_bytes(damage)
+    code, _, err = here(*QUICK)
+    assert code == 2
+    sizes = f"has {len(damage)} bytes and was written with {len(content)}"
+    assert f"line 1: a/0001-a-cat-1.mp4: {sizes}{REMEDY}" in err
+    assert here(*QUICK, "--overwrite")[0] == 0
+    assert video.read_bytes() == content
+
+
+def test_a_folder_of_frames_that_lacks_one_is_not_taken_for_done(here, tmp_path):
+    (tmp_path / "a.txt").write_text("a cat\n")
+    frames = [*QUICK, "--codec", "frames"]
+    assert here(*frames)[0] == 0
+    assert here(*frames)[1] == ""
+    (tmp_path / "a/0001-a-cat-1/frame-0000.png").unlink()
+    code, _, err = here(*frames)
+    assert (code, "line 1: a/0001-a-cat-1: has " in err) == (2, True)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"seed": 1}', '{"seed": "1", "rows": []}', "[" * 100_000])
+def test_a_manifest_that_is_damaged_or_somebodys_is_neither_passed_over_nor_replaced(here, tmp_path, content):
+    (tmp_path / "a.txt").write_text("a cat\n")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/manifest.json").write_text(content)
+    code, _, err = here(*QUICK)
+    assert code == 2
+    assert "a/manifest.json: is damaged, or no manifest of a run over prompts (" in err
+    assert "--overwrite replaces it, another --output leaves it" in err
+    assert (tmp_path / "a/manifest.json").read_text() == content
+    assert here(*QUICK, "--overwrite", "--dry-run")[0] == 0
+
+
+def test_reports_and_saved_texts_are_no_hindrance_to_going_on(here, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("a cat\na dog\n")
+    files = ["--report", "report.json", "--save-embeds=texts.safetensors"]
+    real, calls = Kandinsky5Transformer.forward, []
+
+    def forward(self, *args, **kwargs):
+        calls.append(None)
+        if len(calls) == 5:  # the first of the second row
+            signal.raise_signal(signal.SIGINT)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Kandinsky5Transformer, "forward", forward)
+    code, _, err = here(*QUICK, *files)
+    assert code == 130
+    command = shlex.split(err.splitlines()[-1].removeprefix("go on with: "))
+    assert command[2:] == [*QUICK, *files[:2]]
+    first = json.loads((tmp_path / "report.json").read_text())
+    code, _, err = here(*command[2:])
+    assert code == 0, err
+    whole = json.loads((tmp_path / "report.json").read_text())
+    assert [each["file"] for each in whole] == ["a/0001-a-cat-1.mp4", "a/0002-a-dog-1.mp4"]
+    assert whole[:1] == first
+    code, _, err = here(*QUICK, "--report", "a/manifest.json", "--overwrite")
+    assert code == 2
+    assert "report a/manifest.json: is the name of the manifest of the videos; choose another" in err

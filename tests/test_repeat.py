@@ -230,7 +230,8 @@ def test_what_repeats_a_state_or_changes_no_number_may_stand_beside_it(here, mak
     unfinished(here)
     free = ["--offload", "none", "--checkpoint-every", "2", "--keep-state", "--report", "report.json", "--debug"]
     free += ["--quiet", "--log", "run.jsonl"]
-    make("--resume", "cat.mp4", "--seed", "5", "--steps", "2", "--output", "cat.mp4", "--device", "cpu", *free)
+    err = make("--resume", "cat.mp4", "--seed", "5", "--steps", "2", "--output", "cat.mp4", "--device", "cpu", *free)
+    assert "warning: report.json: the first 1 of 2 steps are done, and a report is made in the steps" in err
     assert json.loads((tmp_path / "report.json").read_text())[0]["report"]["totals"]["steps"] == 1
     make(*CAT, "--output", "whole.mp4")
     assert same(tmp_path, "cat", "whole")
