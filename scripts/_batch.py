@@ -66,7 +66,7 @@ class Batch:
         done: those that were made before, by the same run.
         bad: rows that cannot be made.
         again: the command line that goes on where this one was stopped.
-        sizes: bytes of the videos that an earlier run has made, by name.
+        sizes: bytes of the videos that earlier runs have made in the folder, by name.
     """
 
     source: Path
@@ -76,7 +76,7 @@ class Batch:
     done: list[Video]
     bad: list[Failure]
     again: str
-    sizes: dict[str, int | None]
+    sizes: dict[str, int]
 
     def describe(self) -> dict[str, Any]:
         """Return as plain values what a run over the file would do."""
@@ -92,11 +92,12 @@ class Rows:
         self.failed: list[Failure] = []
         self._batch, self._on_failure = batch, on_failure
         self._rows: dict[tuple[int, int], dict[str, Any]] = {}
+        # Those of bad rows stay, too: a damaged video must not be taken for done the next time.
+        self._sizes = batch.sizes | {video.output.name: _size_of(video.output) for video in batch.done}
         for status, videos in {"done": batch.done, "waiting": batch.videos}.items():
             for video in videos:
                 about = {"prompt": video.prompt, "seed": video.seed, "file": video.output.name}
-                size = {"bytes": _size_of(video.output)} if status == "done" else {}
-                self._rows[_place(video)] = {"line": video.line, "status": status, **about, **size}
+                self._rows[_place(video)] = {"line": video.line, "status": status, **about}
         for failure in batch.bad:
             self._rows[failure.line, 0] = {"line": failure.line, "status": "failed"}
         batch.folder.mkdir(exist_ok=True)
@@ -106,7 +107,8 @@ class Rows:
 
     def complete(self, video: Video) -> None:
         """Note that a video is complete."""
-        self._rows[_place(video)] |= {"status": "done", "bytes": _size_of(video.output)}
+        self._rows[_place(video)]["status"] = "done"
+        self._sizes[video.output.name] = _size_of(video.output)
         self._write()
 
     def fail(self, video: Video, problem: UserError) -> None:
@@ -127,7 +129,8 @@ class Rows:
 
     def _write(self) -> None:
         rows = [self._rows[place] for place in sorted(self._rows)]
-        content = {"prompts": str(self._batch.source), "seed": self._batch.seed, "rows": rows}
+        source = {"prompts": str(self._batch.source), "seed": self._batch.seed}
+        content = {**source, "rows": rows, "bytes": self._sizes}
         write_json(self._batch.folder / MANIFEST, content, overwrite=True)
 
 
@@ -145,11 +148,10 @@ def plan_batch(
     except (OSError, ValueError) as error:
         report.add(PromptsFileError, [f"--prompts {error}"])
         return None
-    earlier = report.attempt(read_manifest, folder) if not args.overwrite else _manifest_or_nothing(folder)
-    seed = args.seed if args.seed is not None else (earlier or {}).get("seed")
+    earlier = (Report() if args.overwrite else report).attempt(_read_manifest, folder) or (None, {})
+    seed = args.seed if args.seed is not None else earlier[0]
     again = command_line(_without(argv, "--save-embeds"))  # it is written by the time that this is asked for
-    sizes = {row["file"]: row.get("bytes") for row in (earlier or {}).get("rows", ()) if "file" in row}
-    batch = Batch(args.prompts, folder, drawn_seed() if seed is None else seed, [], [], [], again, sizes)
+    batch = Batch(args.prompts, folder, drawn_seed() if seed is None else seed, [], [], [], again, earlier[1])
     if report.problems:  # rows would be checked against numbers that are wrong themselves
         return batch
     sized: dict[tuple[int | None, ...], tuple[list[UserError], Setup]] = {}
@@ -272,23 +274,23 @@ def _folder_problems(folder: Path) -> list[UserError]:
     return folder_problems("output", folder.parent)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of an earlier run in a folder; empty where there is none.
+def _read_manifest(folder: Path) -> tuple[int | None, dict[str, int]]:
+    """Return the seed of an earlier run in a folder, and the bytes of its videos; None and nothing without one.
 
     Raises:
         TakenError: if it is damaged, or no manifest.
     """
     path = folder / MANIFEST
     if not os.path.lexists(path):
-        return {}
+        return None, {}
     try:
         manifest = json.loads(path.read_text("utf-8"))
-        seed, rows = manifest["seed"], [dict(row) for row in manifest["rows"]]
+        seed, sizes = manifest["seed"], dict(manifest["bytes"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         reason = str(error)
     else:
         if type(seed) is int and not seed_problems(seed):
-            return {"seed": seed, "rows": rows}
+            return seed, sizes
         reason = f"its seed is {seed!r}"
     remedy = "--overwrite replaces it, another --output leaves it"
     raise TakenError(f"{path}: is damaged, or no manifest of a run over prompts ({reason}); {remedy}")
@@ -304,10 +306,6 @@ def earlier_reports(path: Path, batch: Batch) -> list[dict[str, Any]] | None:
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         pass
     return None
-
-
-def _manifest_or_nothing(folder: Path) -> dict[str, Any]:
-    return Report().attempt(read_manifest, folder) or {}
 
 
 def _size_of(output: Path) -> int:

@@ -145,15 +145,16 @@ def test_overwrite_makes_anew_what_is_other_and_leaves_what_is_the_same(here, tm
 
 @pytest.mark.parametrize("damage", [b"", b"half"])
 def test_a_video_that_is_not_as_it_was_written_is_not_taken_for_done(here, tmp_path, damage):
-    (tmp_path / "a.txt").write_text("a cat\n")
+    (tmp_path / "a.txt").write_text("a cat\na dog\n")
     assert here(*QUICK)[0] == 0
     video = tmp_path / "a/0001-a-cat-1.mp4"
     content = video.read_bytes()
     video.write_bytes(damage)
-    code, _, err = here(*QUICK)
-    assert code == 2
-    sizes = f"has {len(damage)} bytes and was written with {len(content)}"
-    assert f"line 1: a/0001-a-cat-1.mp4: {sizes}{REMEDY}" in err
+    for _ in range(2):
+        code, _, err = here(*QUICK)
+        assert code == 1
+        sizes = f"has {len(damage)} bytes and was written with {len(content)}"
+        assert f"line 1: a/0001-a-cat-1.mp4: {sizes}{REMEDY}" in err
     assert here(*QUICK, "--overwrite")[0] == 0
     assert video.read_bytes() == content
 
@@ -168,7 +169,7 @@ def test_a_folder_of_frames_that_lacks_one_is_not_taken_for_done(here, tmp_path)
     assert (code, "line 1: a/0001-a-cat-1: has " in err) == (2, True)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"seed": 1}', '{"seed": "1", "rows": []}', "[" * 100_000])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"seed": 1}', '{"seed": "1", "bytes": {}}', "[" * 100_000])
 def test_a_manifest_that_is_damaged_or_somebodys_is_neither_passed_over_nor_replaced(here, tmp_path, content):
     (tmp_path / "a.txt").write_text("a cat\n")
     (tmp_path / "a").mkdir()
