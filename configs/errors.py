@@ -235,7 +235,7 @@ class StageError(UserError, RuntimeError):
 
 
 class InterruptedRun(UserError):
-    """The run was ended by Ctrl-C or SIGTERM."""
+    """The run was ended by Ctrl-C, SIGTERM or a closed terminal."""
 
     remedy = "Go on with the command that was printed, or run the same again."
     exit_codes = (130,)

@@ -87,7 +87,7 @@ def weight_files(folder: Path, weights: str = DIFFUSERS_WEIGHTS) -> list[Path]:
         raise NotFoundError(f"{folder} has neither {weights} nor {index.name}")
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read: {error}") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):

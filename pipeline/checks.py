@@ -26,7 +26,15 @@ DEFAULT_NABLA_P = 0.9
 MAX_COUNT = 10_000
 """Most steps of a run, and most videos of a prompt: more is a slip of the hand."""
 
+SHOWN = 60
+"""Characters of a text that a message shows."""
+
 T = TypeVar("T")
+
+
+def shortened(text: str) -> str:
+    """Return a text as a message shows it, the end of a long one left out: it may have any length."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def prompt_list(prompt: object, name: str = "prompt") -> list[str]:

@@ -60,6 +60,9 @@ class Codec:
         path = Path(path)
         if path.name and path.suffix.lower() == self.suffix:
             return
+        if path.name and path.name.lower() == self.suffix:
+            works = path.with_name(f"video{path.name}")
+            raise OutputError(f"the video's name has nothing before its suffix {path.name!r}: {works} works")
         wanted = f"end in {self.suffix}" if self.suffix else "be that of a folder, without a suffix"
         works = path.with_suffix(self.suffix) if path.name else Path(f"video{self.suffix}")
         message = f"the video's name must {wanted}, got {path.name!r}: {works} works for codec {self.name!r}"
@@ -76,8 +79,10 @@ class Codec:
         if self.default_crf is None:
             takers = " and ".join(codec.name for codec in CODECS.values() if codec.default_crf is not None)
             raise VideoError(f"crf {crf!r}: codec {self.name!r} has no such quality; leave it out ({takers} take it)")
-        if isinstance(crf, bool) or not isinstance(crf, int) or not 0 <= crf <= MAX_CRF:
-            raise VideoError(f"crf {crf!r}: must be a whole number from 0 to {MAX_CRF}; {self.default_crf} works")
+        is_whole = isinstance(crf, int) and not isinstance(crf, bool)
+        if not is_whole or not 0 <= crf <= MAX_CRF:
+            nearest = min(max(crf, 0), MAX_CRF) if is_whole else self.default_crf
+            raise VideoError(f"crf {crf!r}: must be a whole number from 0 to {MAX_CRF}; {nearest} works")
         return crf
 
     def rate(self, fps: float | Fraction) -> Fraction:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from ..configs.errors import ArgumentError
 from ..models.writer import QwenWriter, read_head
-from .checks import prompt_list
+from .checks import prompt_list, shortened
 from .lora_files import with_triggers
 from .text import clean_prompt
 
@@ -145,4 +145,4 @@ def _is_text(answer: str) -> bool:
 
 
 def _warn_of(prompt: str, why: str) -> None:
-    warnings.warn(f'the prompt "{clean_prompt(prompt)}" is used as it is: {why}', stacklevel=4)
+    warnings.warn(f'the prompt "{shortened(clean_prompt(prompt))}" is used as it is: {why}', stacklevel=4)

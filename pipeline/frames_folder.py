@@ -93,12 +93,19 @@ def read_frames_comment(folder: Path) -> str | None:
     return _metadata(folder).get("comment")
 
 
+def folder_of_frames(file: Path) -> Path | None:
+    """Return the folder of frames that a file is a part of, None for a file that is no such part."""
+    files = {METADATA, _frame_path(file.parent, 0).name}
+    is_part = file.name == METADATA or _FRAME.fullmatch(file.name) is not None
+    return file.parent if is_part and all((file.parent / name).is_file() for name in files) else None
+
+
 def _metadata(folder: Path) -> dict[str, Any]:
     try:
-        metadata = json.loads((folder / METADATA).read_text("utf-8"))
+        metadata = json.loads((folder / METADATA).read_text("utf-8-sig"))
     except FileNotFoundError as error:
         raise VideoError(f"{folder} is not a complete video: it has no {METADATA}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise VideoError(f"{folder} is not a complete video: its {METADATA} is damaged ({error})") from error
     if not isinstance(metadata, dict):
         raise VideoError(f"{folder} is not a complete video: its {METADATA} is no JSON object")

@@ -66,7 +66,7 @@ def load_state(path: str | os.PathLike) -> dict[str, Any]:
         with safe_open(path, framework="pt") as file:
             state = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
             state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is not iterable)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise StateError(f"{path} is damaged, or no state of a denoising run: {error}") from error
     kind, version = state.pop("kind", None), state.pop("version", None)
     if kind != KIND:

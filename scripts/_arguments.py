@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 from kandinsky5_nabla.configs.errors import UsageError, UserError
+from kandinsky5_nabla.pipeline.checks import shortened
 from kandinsky5_nabla.pipeline.codecs import CODECS
 from kandinsky5_nabla.pipeline.precision import FLOAT_DTYPES, full_dtype_name
 from kandinsky5_nabla.scripts._failures import kind_of_failure
 from kandinsky5_nabla.scripts._log import is_shown, say, say_error
+from kandinsky5_nabla.scripts._stdout import Stdout
 
 OFFLOADS = ("auto", "none", "model", "group", "sequential")
 
@@ -41,9 +46,46 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs, formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36))
+        super().__init__(
+            **kwargs,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
+            exit_on_error=False,  # so that `parse_args` learns which argument an error is about
+        )
         self.register("type", None, _named)
+        self.register("type", int, _whole)
+        self.register("type", float, _number)
         self.register("type", Path, lambda text: Path(_named(text)))
+
+    def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]  (of several overloads)
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> Any:
+        """Return the parsed words, sys.argv's where None are given.
+
+        Raises:
+            UsageError: if they cannot be parsed.
+        """
+        words = sys.argv[1:] if args is None else [*args]
+        try:
+            return super().parse_args(words, namespace)
+        except argparse.ArgumentError as error:
+            self.error(f"{error}{self._dash_hint(error.argument_name, words)}")
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help; where that cannot be written argparse's would end as if it had been."""
+        if file is not None:
+            return super().print_help(file)
+        out = Stdout()
+        out.print(self.format_help().rstrip("\n"))
+        if code := out.exit_code(0):
+            self.exit(code)
+
+    def _dash_hint(self, name: str | None, words: list[str]) -> str:
+        """Return how to give an option a value that begins with a dash, if one seems to be meant."""
+        known = self._option_string_actions
+        for word, value in pairwise(words):
+            if word == name and known[word].nargs != 0 and value[:1] == "-" and value.partition("=")[0] not in known:
+                return f"; {word}={value} gives it a value that begins with a dash"
+        return ""
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError`."""
@@ -57,6 +99,25 @@ def _named(text: str) -> str:
     if "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} holds a NUL character; leave that out")
     return text
+
+
+def _whole(text: str) -> int:
+    """Return a whole number; the message has the nearest one where the text is a number."""
+    try:
+        return int(text)
+    except ValueError as error:
+        remedy = ", such as 5"
+        with suppress(ValueError, OverflowError):  # no number, or infinity
+            remedy = f"; {round(float(text))} works"
+        problem = f"{shortened(text)!r}: a whole number is needed{remedy}"
+        raise argparse.ArgumentTypeError(problem) from error
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r}: a number is needed, such as 1.5") from error
 
 
 def add_size(group: argparse._ArgumentGroup) -> None:
@@ -149,15 +210,18 @@ def described(problems: Sequence[UserError]) -> dict[str, list[str]]:
 def fail(
     code: int,
     problems: Sequence[UserError],
-    as_json: bool = False,
+    as_json: Stdout | None = None,
     done: Sequence[dict[str, Any]] = (),
     command: str | None = None,
 ) -> int:
-    """Report problems, in JSON the videos that were complete before, and the command that goes on; return the code."""
-    if as_json:
+    """Report problems and the command that goes on; return the code.
+
+    `as_json` gets them as JSON, with the videos that were complete before.
+    """
+    if as_json is not None:
         go_on = {} if command is None else {"go_on": command}
         videos = {"videos": list(done)} if done else {}
-        print(json.dumps({"error": {"exit_code": code, **described(problems), **go_on}, **videos}))
+        as_json.print(json.dumps({"error": {"exit_code": code, **described(problems), **go_on}, **videos}))
     for problem in problems:
         say_error(problem, str(problem), exit_code=code)
     if command is not None:
@@ -165,7 +229,9 @@ def fail(
     return code
 
 
-def fail_running(error: Exception, debug: bool, as_json: bool = False, done: Sequence[dict[str, Any]] = ()) -> int:
+def fail_running(
+    error: Exception, debug: bool, as_json: Stdout | None = None, done: Sequence[dict[str, Any]] = ()
+) -> int:
     """Report what failed while running, with `debug` its traceback first; return 1, or the code of `Unfinished`."""
     unfinished = isinstance(error, Unfinished)
     code, command, problem = (error.code, error.command, error.problem) if unfinished else (1, None, error)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kandinsky5_nabla.configs.errors import PromptsFileError, SettingsError, TakenError, UserError
+from kandinsky5_nabla.configs.errors import PromptsFileError, SettingsError, TakenError, UserError, kind_of
 from kandinsky5_nabla.pipeline.checks import Report, prompt_list
 from kandinsky5_nabla.pipeline.codecs import Codec
 from kandinsky5_nabla.scripts._arguments import described
@@ -146,7 +146,7 @@ def plan_batch(
     try:
         rows = read_prompts(args.prompts)
     except (OSError, ValueError) as error:
-        report.add(PromptsFileError, [f"--prompts {error}"])
+        report.add(kind_of(error, PromptsFileError), [f"--prompts {error}"])
         return None
     earlier = (Report() if args.overwrite else report).attempt(_read_manifest, folder) or (None, {})
     seed = args.seed if args.seed is not None else earlier[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kandinsky5_nabla.configs.errors import UsageError, UserError
-from kandinsky5_nabla.pipeline.checks import Report
+from kandinsky5_nabla.pipeline.checks import Report, shortened
 from kandinsky5_nabla.pipeline.single_file import part_folder
 from kandinsky5_nabla.scripts._log import say
 from kandinsky5_nabla.scripts._stages import stage
@@ -42,7 +42,8 @@ def expand_videos(pipe: Kandinsky5NablaPipeline, plan: Plan, spent: dict[str, fl
         written = dict(zip(typed, expand_prompts(pipe, typed), strict=True))
     expanded = {short: text for short, text in written.items() if text != short}
     for short, text in expanded.items():
-        say("expanded", f'"{" ".join(short.split())}" is expanded to: {text}', short_prompt=short, prompt=text)
+        shown = shortened(" ".join(short.split()))
+        say("expanded", f'"{shown}" is expanded to: {text}', short_prompt=short, prompt=text)
     videos = [
         dataclasses.replace(video, prompt=expanded[video.prompt], short_prompt=video.prompt)
         if video.prompt in expanded

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a run that denoises ends after the step it is in, any other at once."""
+"""Ctrl-C, SIGTERM, or a terminal that is closed: a run that denoises ends after its step, any other at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 from kandinsky5_nabla.scripts._log import say
+
+_HANGUP = getattr(signal, "SIGHUP", None)
+"""Not every system has it."""
 
 
 class Interrupts:
@@ -21,6 +24,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.requested = False
         self._waiting = False
+        self._hung_up = False
 
     @contextmanager
     def after_step(self) -> Iterator[None]:
@@ -37,6 +41,10 @@ class Interrupts:
         Raises:
             KeyboardInterrupt: if the run is to end at once.
         """
+        if number == _HANGUP:
+            if self.requested or self._hung_up:  # of one terminal the shell and the system may each send one
+                return
+            self._hung_up = True
         if self.requested or not self._waiting:
             raise KeyboardInterrupt
         self.requested = True
@@ -45,9 +53,9 @@ class Interrupts:
 
 @contextmanager
 def caught_interrupts() -> Iterator[Interrupts]:
-    """Handle the two signals within the body, but for one that the process was started to ignore."""
+    """Handle the signals within the body, but for one that the process was started to ignore."""
     interrupts, before = Interrupts(), {}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, *([] if _HANGUP is None else [_HANGUP])):
         if signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, interrupts.handle)
     try:

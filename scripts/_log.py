@@ -101,7 +101,7 @@ def _is_log(path: Path) -> bool:
         first = file.readline()
     try:
         return not first or {"time", "event"} <= json.loads(first).keys()
-    except (ValueError, AttributeError):  # no JSON, or no object
+    except (ValueError, AttributeError, RecursionError):  # no JSON, no object, or too deep
         return False
 
 

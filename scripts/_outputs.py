@@ -44,6 +44,8 @@ def file_problems(kind: str, path: Path, example: str) -> list[UserError]:
     suffix, problems = Path(example).suffix, folder_problems(kind, path.parent)
     if os.path.isdir(path):
         problems.insert(0, TakenError(f"{kind} {path}: is a folder; name a file in it, such as {path / example}"))
+    elif path.name.lower() == suffix:
+        problems.insert(0, OutputError(f"{kind} {path}: has nothing before {suffix}; {path.with_name(example)} works"))
     elif path.suffix.lower() != suffix:
         problems.insert(0, OutputError(f"{kind} {path}: must be a name that ends in {suffix}"))
     return problems

@@ -18,6 +18,7 @@ from kandinsky5_nabla.configs.errors import (
     PromptError,
     PromptsFileError,
     SettingsError,
+    StateError,
     TakenError,
     UsageError,
     UserError,
@@ -170,7 +171,8 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
             )
     report.extend(log_problems(args.log))
     if embeds is not None:
-        report.add(EmbedsError, _embeds_problems(embeds, setup, args.prompt))
+        goes_on = saved is not None and saved.folder is not None  # then nobody has named the file
+        report.add(StateError if goes_on else EmbedsError, _embeds_problems(embeds, setup, args.prompt, goes_on))
     preview = _preview(report, args, setup, [] if batch else videos)  # a row's sheet is checked with the row
     if batch is not None and not report.problems:
         setup = planned_for_all(report, setup, videos) if videos else setup
@@ -264,7 +266,7 @@ def _reports(
     return earlier
 
 
-def _embeds_problems(embeds: EmbedsFile, setup: Setup, prompts: list[str]) -> Iterator[str]:
+def _embeds_problems(embeds: EmbedsFile, setup: Setup, prompts: list[str], of_state: bool) -> Iterator[str]:
     """Yield why encoded prompts do not serve this run."""
     from kandinsky5_nabla.pipeline.embeds_file import check_fits
     from kandinsky5_nabla.pipeline.text import DEFAULT_NEGATIVE_PROMPT
@@ -272,13 +274,13 @@ def _embeds_problems(embeds: EmbedsFile, setup: Setup, prompts: list[str]) -> It
     negative = DEFAULT_NEGATIVE_PROMPT if setup.negative_prompt is None else setup.negative_prompt
     guided = setup.settings.guidance_scale != 1
     for problem in embeds.texts.problems(prompts, negative if guided else None):
-        yield f"--embeds {embeds.path}: {problem}"
+        yield f"{'' if of_state else '--embeds '}{embeds.path}: {problem}"
     config = setup.checkpoint.configs["transformer"]
     if config or find_preset(setup.model) is not None:  # a published one that is not here yet has the published widths
         try:
             check_fits(embeds, config)
         except ValueError as error:
-            yield f"--embeds: {error}"
+            yield str(error) if of_state else f"--embeds: {error}"
 
 
 def _state_problems(videos: list[Video], overwrite: bool) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from kandinsky5_nabla.configs.errors import PreviewError
+from kandinsky5_nabla.configs.errors import NotFoundError, PreviewError
 from kandinsky5_nabla.pipeline.export import to_uint8
 from kandinsky5_nabla.pipeline.files import complete_file
 from kandinsky5_nabla.pipeline.preview import PreviewMap, clean_estimate, preview_frames, shipped_maps, vae_fingerprint
@@ -36,6 +37,7 @@ def find_map(asked: Path | bool, checkpoint: Checkpoint) -> PreviewMap:
     Opens no connection, and of the VAE reads one layer of a kilobyte.
 
     Raises:
+        NotFoundError: if there is no such file.
         PreviewError: if the VAE is not on this machine, or there is no map of it; says what fits one.
     """
     try:
@@ -52,9 +54,13 @@ def find_map(asked: Path | bool, checkpoint: Checkpoint) -> PreviewMap:
         if not fitting:
             raise PreviewError(f"--preview: no map from latents to colours is shipped for the VAE in {folder}; {fit}")
         return fitting[0]
+    if not os.path.exists(asked):  # not Path's, which raises for a name that is too long
+        raise NotFoundError(f"--preview {asked}: there is no such file; {fit}")
     try:
-        found = PreviewMap.from_json(asked.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        found = PreviewMap.from_json(asked.read_text("utf-8-sig"))
+    except OSError as error:
+        raise PreviewError(f"--preview {asked}: cannot be read ({error.strerror}); {fit}") from error
+    except ValueError as error:
         raise PreviewError(f"--preview {asked}: {error}; {fit}") from error
     if found.vae != fingerprint:
         raise PreviewError(f"--preview {asked}: was fitted for another VAE than the one in {folder}; {fit}")

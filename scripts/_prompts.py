@@ -9,12 +9,15 @@ import csv
 import difflib
 import io
 import json
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kandinsky5_nabla.configs.errors import PromptsFileError
+from kandinsky5_nabla.configs.errors import NotFoundError, PromptsFileError
+from kandinsky5_nabla.pipeline.checks import shortened
 
 COLUMNS: dict[str, type] = {
     "prompt": str,
@@ -48,15 +51,19 @@ def read_prompts(path: Path) -> list[Row]:
     """Return the rows of a prompts file, good and bad ones, in their order; empty lines are none.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is of another kind, not UTF-8, without a prompt column, or without any row.
+        NotFoundError: if it is not there.
+        PromptsFileError: if it is of another kind, cannot be read, is not UTF-8, or has no prompt column or no row.
     """
     readers = {".txt": _txt, ".csv": _csv, ".jsonl": _jsonl}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise PromptsFileError(f"{path}: must be a name that ends in {', '.join(readers)}; .txt has a prompt a line")
+    if not os.path.exists(path):  # not Path's, which raises for a name that is too long
+        raise NotFoundError(f"{path}: there is no such file")
     try:
         text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise PromptsFileError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise PromptsFileError(f"{path}: byte {error.start} is not UTF-8; save the file in UTF-8") from error
     rows = list(reader(path, text))
@@ -66,7 +73,7 @@ def read_prompts(path: Path) -> list[Row]:
 
 
 def _txt(path: Path, text: str) -> Iterator[Row]:
-    for line, prompt in enumerate(text.splitlines(), start=1):
+    for line, prompt in enumerate(_lines(text), start=1):
         if prompt.strip():
             yield Row(line, prompt.strip())
 
@@ -104,22 +111,42 @@ def _require_columns(path: Path, names: list[str]) -> None:
 
 
 def _jsonl(path: Path, text: str) -> Iterator[Row]:
-    for line, content in enumerate(text.split("\n"), start=1):  # JSON may hold what splitlines takes for a line's end
+    for line, content in enumerate(_lines(text), start=1):
         if not content.strip():
             continue
         try:
-            values = json.loads(content)
-        except ValueError as error:
+            values = json.loads(content, object_pairs_hook=_object)
+        except PromptsFileError as error:
+            yield Row(line, problems=(str(error),))
+            continue
+        except (ValueError, RecursionError) as error:
             yield Row(line, problems=(f"is not JSON: {error}",))
             continue
         if isinstance(values, dict):
-            yield _row(line, {name: value for name, value in values.items() if value is not None})
+            yield _row(line, {name: value for name, value in values.items() if value is not None}, _as_json)
         else:
             yield Row(line, problems=(f'is no object such as {{"prompt": "a cat"}}: {content.strip()[:40]}',))
 
 
-def _row(line: int, values: dict[str, Any]) -> Row:
-    """Return a row of named values, each text or already of its type."""
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text; `splitlines` would end one at U+2028 and the like, which texts and JSON may hold."""
+    return re.split(r"\r\n|\r|\n", text)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; of two values of a name json would take the last one."""
+    names = [name for name, _ in pairs]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise PromptsFileError(f"there are two values of {', '.join(map(repr, twice))}")
+    return dict(pairs)
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _row(line: int, values: dict[str, Any], spelled: Callable[[Any], str] = repr) -> Row:
+    """Return a row of named values, each text or already of its type, `spelled` in messages as in the file."""
     problems = [_unknown(name) for name in values if name not in COLUMNS]
     if "prompt" not in values:
         problems.append("has no prompt")
@@ -131,7 +158,8 @@ def _row(line: int, values: dict[str, Any]) -> Row:
         try:
             given[name] = _typed(value, kind)
         except (TypeError, ValueError):
-            problems.append(f"{name} {value!r}: must be {'text' if kind is str else 'a whole number'}")
+            wanted = "text" if kind is str else "a whole number"
+            problems.append(f"{name} {shortened(spelled(value))}: must be {wanted}")
     return Row(line, given.pop("prompt", ""), given, tuple(problems))
 
 
@@ -152,4 +180,5 @@ def _typed(value: Any, kind: type) -> Any:
 
 def _unknown(name: str) -> str:
     near = difflib.get_close_matches(name, COLUMNS, n=1)
-    return f"there is no column {name!r}: {f'{near[0]} is meant?' if near else ''} they are {', '.join(COLUMNS)}"
+    meant = f" {near[0]} is meant?" if near else ""
+    return f"there is no column {shortened(name)!r}:{meant} they are {', '.join(COLUMNS)}"

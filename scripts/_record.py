@@ -178,8 +178,8 @@ class Record:
         if differing := sorted(names ^ values.keys()):
             raise RecordError(f"holds a damaged record: {', '.join(differing)} missing or unknown")
         for field in fields(cls):
-            value, kind = values[field.name], _JSON_TYPES[re.split(r"\W", str(field.type))[0]]
-            if not (isinstance(value, kind) or (value is None and "None" in str(field.type))):
+            value, written = values[field.name], str(field.type)
+            if not (_is_of(value, *re.findall(r"\w+", written)[:2]) or (value is None and "None" in written)):
                 raise RecordError(f"holds a damaged record: {field.name} is {value!r}")
         values |= {name: tuple(values[name]) for name in ("loras", "scale_factor")}
         return cls(**values)
@@ -190,6 +190,13 @@ class Record:
         return as_argv({name: value for name, value in values.items() if name not in _NO_ARGUMENT})
 
 
+def _is_of(value: object, kind: str, inner: str = "") -> bool:
+    """Return whether a value of JSON is of a field's type; of a list each entry is. True and false are no numbers."""
+    if isinstance(value, list):
+        return kind == "tuple" and all(_is_of(each, inner) for each in value)
+    return isinstance(value, _JSON_TYPES[kind]) and not isinstance(value, bool)
+
+
 def read_record(path: Path) -> Record:
     """Return the record in a video's comment or in a NAME.json.
 
@@ -198,8 +205,12 @@ def read_record(path: Path) -> Record:
     """
     if not os.path.exists(path):  # not Path's, which raises for a name that is too long
         raise NotFoundError("there is no such file")
+    from kandinsky5_nabla.pipeline.frames_folder import folder_of_frames
+
+    if folder := folder_of_frames(path):
+        raise RecordError(f"is a part of the video in a folder of frames; name the folder, {folder}")
     if path.suffix == ".json":
-        return Record.from_json(path.read_text("utf-8"))
+        return Record.from_json(path.read_text("utf-8-sig"))
     from kandinsky5_nabla.pipeline.export import read_comment
 
     return Record.from_json(read_comment(path) or "")

@@ -18,6 +18,7 @@ from kandinsky5_nabla.pipeline.codecs import CODECS
 from kandinsky5_nabla.scripts._record import FIXED, Record, as_argv, read_record, versions
 from kandinsky5_nabla.scripts._setup import BadInput, Setup
 from kandinsky5_nabla.scripts._state import SUFFIX, StateFolder
+from kandinsky5_nabla.scripts._videos import codec_of_suffix, name_beside
 
 SOURCES = {"resume": "--resume", "decode_only": "--decode-only", "repeat": "--from"}
 RUNNING = (
@@ -120,6 +121,8 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple
     except (OSError, ValueError) as error:  # also the UsageError of a value that no argument can have
         kind = NotFoundError if isinstance(error, NotFoundError) else RecordError if way == "repeat" else StateError
         raise BadInput([kind(f"{SOURCES[way]} {source}: {error}")]) from error
+    if way != "resume" and "codec" not in given and (codec := _codec_of_output(given, recorded["codec"])):
+        given["codec"] = codec
     replaced = {name: None for argument in given for name in REPLACED.get(argument, ())}
     if saved.folder is None:
         if given.get("attention") == "SDPA":  # dense attention has no P
@@ -127,8 +130,8 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple
         chosen = not {"config", "model"}.isdisjoint(given)
         return argparse.Namespace(**recorded | replaced | given), dataclasses.replace(saved, chosen=chosen)
     codec = given.get("codec", recorded["codec"])
-    other = saved.output.with_suffix(CODECS[codec].suffix)
-    recorded |= {"output": saved.output if codec == recorded["codec"] else other}
+    other = None if codec == recorded["codec"] else name_beside(saved.output, CODECS[codec], args.overwrite)
+    recorded["output"] = other or saved.output
     problems = list(_contradictions(given, recorded, saved, FREE[way]))
     if way == "decode_only" and saved.completed < saved.record.num_inference_steps:
         problems.append(
@@ -138,6 +141,12 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple
     if problems:
         raise BadInput(map(StateError, problems))
     return argparse.Namespace(**recorded | replaced | given | {way: source, "embeds": saved.folder.text}), saved
+
+
+def _codec_of_output(given: dict[str, Any], recorded: str) -> str | None:
+    """Return the codec that a given output's suffix stands for, None where the record's has that suffix, too."""
+    by_suffix = codec_of_suffix(given["output"]) if "output" in given else None
+    return None if by_suffix is None or CODECS[by_suffix].suffix == CODECS[recorded].suffix else by_suffix
 
 
 def go_on_command(folder: StateFolder, args: dict[str, Any]) -> str:
@@ -161,13 +170,35 @@ def _saved_state(source: Path) -> Saved:
     if not source.name:  # "." or "/"
         raise NotFoundError(f"names no state; they are called NAME{SUFFIX}")
     folder = StateFolder(source) if source.suffix == SUFFIX else StateFolder.of(source)
+    if not folder.exists():
+        if source.parent.suffix == SUFFIX and StateFolder(source.parent).exists():
+            raise StateError(f"is a part of a state; name the folder, {source.parent}")
+        if StateFolder(source).exists():
+            raise StateError(f"is a state whose name does not end in {SUFFIX}; rename the folder to {folder}")
     output, record = folder.read_settings()
+    _check_text(folder, record)
     state = folder.load()
     if state is None:
         return Saved(source, record, output, folder)
     if state["completed"] > record.num_inference_steps:
         raise StateError(f"{folder} is damaged: {state['completed']} of {record.num_inference_steps} steps are done")
     return Saved(source, record, output, folder, state["completed"], tuple(state["latents"].shape))
+
+
+def _check_text(folder: StateFolder, record: Record) -> None:
+    """Raise StateError unless a state has the encoded text of its record."""
+    from kandinsky5_nabla.pipeline.embeds_file import load_embeds  # here: it loads torch
+    from kandinsky5_nabla.pipeline.text import DEFAULT_NEGATIVE_PROMPT
+
+    negative = DEFAULT_NEGATIVE_PROMPT if record.negative_prompt is None else record.negative_prompt
+    try:
+        texts = load_embeds(folder.text).texts
+    except NotFoundError as error:
+        raise StateError(f"{folder} is damaged: there is no {folder.text}") from error
+    except (OSError, ValueError) as error:  # which speaks of the option that has such files
+        raise StateError(f"{folder.text} is cut short or damaged, or holds no encoded text") from error
+    if texts.problems([record.prompt], negative if record.guidance_scale != 1 else None):
+        raise StateError(f"{folder.text} is not the text of the run in {folder}")
 
 
 def _shape_of_latents(setup: Setup, channels: int) -> tuple[int, ...]:

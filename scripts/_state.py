@@ -143,10 +143,13 @@ class StateFolder:
         if not self.exists():
             raise NotFoundError(f"there is no state of a run in {self}")
         try:
-            settings = json.loads((self.path / _SETTINGS).read_text("utf-8"))
-            output = self.path.with_name(settings.pop("output"))
-            return output, Record.from_json(json.dumps(settings))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            settings = json.loads((self.path / _SETTINGS).read_text("utf-8-sig"))
+            if not isinstance(settings, dict):
+                raise StateError("it is no JSON object")
+            if not isinstance(output := settings.pop("output", None), str):
+                raise StateError(f"output is {output!r}, no name")
+            return self.path.with_name(output), Record.from_json(json.dumps(settings))
+        except (ValueError, RecursionError) as error:
             raise StateError(f"{self.path / _SETTINGS} is damaged: {error}") from error
 
     def save(self, latents: torch.Tensor, completed: int) -> None:

@@ -61,9 +61,14 @@ class Video:
 
 def codec_of(args: argparse.Namespace) -> Codec:
     """Return the codec that was asked for, or the one that the output's suffix stands for."""
-    by_suffix = {codec.suffix: codec.name for codec in reversed([*CODECS.values()]) if codec.suffix}
-    suffix = "" if args.output is None else args.output.suffix.lower()
-    return CODECS[args.codec or by_suffix.get(suffix, "h264")]
+    by_suffix = None if args.output is None else codec_of_suffix(args.output)
+    return CODECS[args.codec or by_suffix or "h264"]
+
+
+def codec_of_suffix(output: Path) -> str | None:
+    """Return the name of the first codec whose files end as an output does; None where there is none."""
+    suffix = (output.suffix or output.name).lower()  # of a name such as .gif, too, which has no other part
+    return next((codec.name for codec in CODECS.values() if codec.suffix and codec.suffix == suffix), None)
 
 
 def drawn_seed() -> int:
@@ -91,5 +96,19 @@ def videos_of(args: argparse.Namespace, codec: Codec, typed: Mapping[str, str | 
     ]
 
 
-def _is_taken(output: Path) -> bool:
-    return any(os.path.exists(output.with_suffix(suffix)) for suffix in (output.suffix, ".json", ".png", SUFFIX))
+def name_beside(video: Path, codec: Codec, overwrite: bool) -> Path:
+    """Return the default name for a video decoded anew with another codec: none whose record is another video's."""
+    others = {other.suffix for other in CODECS.values()} - {codec.suffix}
+
+    def is_taken(name: Path) -> bool:
+        own_state = name.with_suffix("") == video.with_suffix("")
+        of_another = any(os.path.exists(name.with_suffix(suffix)) for suffix in others)
+        return of_another or (not overwrite and _is_taken(name, own_state))
+
+    [free] = free_names([video.with_suffix(codec.suffix)], is_taken)
+    return free
+
+
+def _is_taken(output: Path, own_state: bool = False) -> bool:
+    suffixes = (output.suffix, ".json", ".png", *([] if own_state else [SUFFIX]))
+    return any(os.path.exists(output.with_suffix(suffix)) for suffix in suffixes)

@@ -28,12 +28,13 @@ from kandinsky5_nabla.scripts._arguments import (
 )
 from kandinsky5_nabla.scripts._interrupt import Interrupts, caught_interrupts
 from kandinsky5_nabla.scripts._log import say, say_error, speaking
+from kandinsky5_nabla.scripts._stdout import Stdout
 
 if TYPE_CHECKING:
     from kandinsky5_nabla.scripts._batch import Failure
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
         description="Make a video of a prompt with Kandinsky 5 and NABLA attention.",
@@ -82,40 +83,42 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no name of a file ends a run that is complete
-    argv, parser = sys.argv[1:] if argv is None else argv, build_parser()
+    argv, out = sys.argv[1:] if argv is None else argv, Stdout()
+    as_json = out if "--json" in argv else None
     try:
         with caught_interrupts() as interrupts:
-            return _main(argv, parser, interrupts)
+            code = _main(argv, build_parser(), interrupts, out)
     except UsageError as error:
-        return fail(2, [error], "--json" in argv)
+        code = fail(2, [error], as_json)
     except KeyboardInterrupt:
-        return fail(130, [InterruptedRun("interrupted")], "--json" in argv)
+        code = fail(130, [InterruptedRun("interrupted")], as_json)
+    return out.exit_code(code)
 
 
-def _main(argv: list[str], parser: argparse.ArgumentParser, interrupts: Interrupts) -> int:
+def _main(argv: list[str], parser: Parser, interrupts: Interrupts, out: Stdout) -> int:
     args = parser.parse_args(argv)
     if args.version:
         from kandinsky5_nabla.scripts._record import versions
 
-        print(json.dumps(versions()) if args.json else ", ".join(" ".join(each) for each in versions().items()))
+        out.print(json.dumps(versions()) if args.json else ", ".join(" ".join(each) for each in versions().items()))
         return 0
     if args.list:
         from kandinsky5_nabla.configs import load_preset, preset_names
         from kandinsky5_nabla.scripts.list_presets import table
 
         presets = [load_preset(name) for name in preset_names()]
-        print(json.dumps({each.name: asdict(each) for each in presets}) if args.json else table(presets))
+        out.print(json.dumps({each.name: asdict(each) for each in presets}) if args.json else table(presets))
         return 0
     with speaking(args.quiet, args.verbose, None if args.dry_run else args.log):
-        return _make(args, argv, parser, interrupts)
+        return _make(args, argv, parser, interrupts, out)
 
 
-def _make(args: argparse.Namespace, argv: list[str], parser: argparse.ArgumentParser, interrupts: Interrupts) -> int:
+def _make(args: argparse.Namespace, argv: list[str], parser: Parser, interrupts: Interrupts, out: Stdout) -> int:
     from kandinsky5_nabla.scripts._plan import make_plan  # here: --help answers at once
     from kandinsky5_nabla.scripts._repeat import complete
     from kandinsky5_nabla.scripts._setup import BadInput
 
-    done: list[dict[str, Any]] = []
+    as_json, done = out if args.json else None, list[dict[str, Any]]()
     try:
         plan = make_plan(*complete(args, parser), argv)
         for caution in plan.cautions():
@@ -129,7 +132,7 @@ def _make(args: argparse.Namespace, argv: list[str], parser: argparse.ArgumentPa
                 done.append(video)
                 say("video", f"{video['file']} is complete", logging.DEBUG, video=video)
                 if not args.json:
-                    print(_line(video), flush=True)
+                    out.print(_line(video))
 
             def on_failure(failure: Failure) -> None:
                 for problem, sentence in zip(failure.problems, failure.sentences(args.prompts), strict=True):
@@ -137,18 +140,18 @@ def _make(args: argparse.Namespace, argv: list[str], parser: argparse.ArgumentPa
 
             result = run(plan, on_video, on_failure, interrupts)
     except BadInput as error:
-        return fail(2, error.problems, args.json)
+        return fail(2, error.problems, as_json)
     except Exception as error:
-        return fail_running(error, args.debug, args.json, done)
+        return fail_running(error, args.debug, as_json, done)
     except KeyboardInterrupt:
-        return fail(130, [InterruptedRun("interrupted")], args.json, done)
-    code = 1 if result.get("failed") or result.get("bad") else 0
-    say("done", "done", logging.DEBUG, exit_code=code)
+        return fail(130, [InterruptedRun("interrupted")], as_json, done)
     if args.json:
-        print(json.dumps(result))
+        out.print(json.dumps(result))
     elif args.dry_run:
-        for name, value in result.items():
-            print("\n".join(value) if name == "memory" else f"{name}: {value}")
+        lines = ("\n".join(value) if name == "memory" else f"{name}: {value}" for name, value in result.items())
+        out.print("\n".join(lines))
+    code = out.exit_code(1 if result.get("failed") or result.get("bad") else 0)
+    say("done", "done", logging.DEBUG, exit_code=code)
     return code
 
 

@@ -65,17 +65,43 @@ def test_the_outputs_suffix_chooses_gif_and_another_codec_beside_a_record_has_it
 
 def test_kept_latents_are_decoded_to_another_codec_beside_the_first_file(here, tmp_path):
     assert here(*QUICK, "--output", "cat.mp4", "--keep-state")[0] == 0
-    code, _, err = here("--decode-only", "cat.k5", "--codec", "frames")
-    assert (code, err) == (2, "error: output cat.json: exists; choose another name or add --overwrite\n")
-    code, out, err = here("--decode-only", "cat.k5", "--codec", "frames", "--overwrite")
-    assert code == 0, err
-    assert out.startswith("cat: 64x64, 5 frames")
-    assert probe_video(tmp_path / "cat") == VideoInfo(64, 64, DEMO.fps, 5)
+    before = [(tmp_path / name).read_bytes() for name in ("cat.json", "cat.mp4")]
+    assert here("--decode-only", "cat.k5", "--codec", "frames", "--output", "cat")[0] == 2  # cat.json is cat.mp4's
+    for overwrite, made in ([], "cat-2"), ([], "cat-3"), (["--overwrite"], "cat-2"):
+        code, out, err = here("--decode-only", "cat.k5", "--codec", "frames", *overwrite)
+        assert code == 0, err
+        assert out.startswith(f"{made}: 64x64, 5 frames")
+        assert json.loads((tmp_path / f"{made}.json").read_text())["codec"] == "frames"
+    assert [(tmp_path / name).read_bytes() for name in ("cat.json", "cat.mp4")] == before
+    assert probe_video(tmp_path / "cat-2") == VideoInfo(64, 64, DEMO.fps, 5)
     assert here("--decode-only", "cat.k5", "--crf", "30", "--output", "small.mp4")[0] == 0
     assert json.loads(read_comment(tmp_path / "small.mp4"))["crf"] == 30
     # The frames are the pixels that the MP4 was made from: what differs is its loss.
-    exact, lossy = (read_video(tmp_path / name)[0].astype(float) for name in ("cat", "cat.mp4"))
+    exact, lossy = (read_video(tmp_path / name)[0].astype(float) for name in ("cat-2", "cat.mp4"))
     assert 0 < abs(exact - lossy).mean() < 5
+
+
+def test_the_outputs_suffix_chooses_the_codec_beside_a_state_and_a_record_too(here, tmp_path):
+    assert here(*QUICK, "--crf", "30", "--codec", "h265", "--output", "cat.mp4", "--keep-state")[0] == 0
+    for source in (["--decode-only", "cat.k5"], ["--from", "cat.mp4"]):
+        for output, codec, crf in (("b.gif", "gif", None), ("b.mp4", "h265", 30)):
+            code, _, err = here(*source, "--output", output, "--overwrite")
+            assert code == 0, err
+            record = json.loads(read_comment(tmp_path / output))
+            assert (record["codec"], record["crf"]) == (codec, crf)
+        code, _, err = here(*source, "--output", "c.gif", "--codec", "h264")
+        assert (code, "c.mp4 works for codec 'h264', c.gif for 'gif'" in err) == (2, True)
+    code, _, err = here("--from", "b.gif", "--output", "c.mp4", "--overwrite", "--dry-run")
+    assert code == 0, err
+
+
+def test_a_state_alone_is_decoded_under_its_own_name(here, tmp_path):
+    assert here(*QUICK, "--output", "cat.mp4", "--keep-state")[0] == 0
+    for name in ("cat.mp4", "cat.json"):
+        (tmp_path / name).unlink()
+    for name in ("cat.gif", "cat-2.gif"):
+        code, out, err = here("--decode-only", "cat.k5", "--codec", "gif")
+        assert (code, out.partition(":")[0]) == (0, name), err
 
 
 @pytest.mark.parametrize(
@@ -86,8 +112,9 @@ def test_kept_latents_are_decoded_to_another_codec_beside_the_first_file(here, t
         (["--codec", "h265", "--output", "a.gif"], "a.mp4 works for codec 'h265', a.gif for 'gif'"),
         (["--codec", "frames", "--output", "a.mp4"], "the video's name must be that of a folder, without a suffix"),
         (["--output", "a.mov"], "a.mp4 works for codec 'h264'"),
-        (["--crf", "52"], "crf 52: must be a whole number from 0 to 51; 18 works"),
-        (["--crf", "-1", "--codec", "h265"], "crf -1: must be a whole number from 0 to 51; 20 works"),
+        (["--output", "full/.GIF"], "full/.GIF: the video's name has nothing before its suffix '.GIF': full/video.GIF"),
+        (["--crf", "52"], "crf 52: must be a whole number from 0 to 51; 51 works"),
+        (["--crf", "-1", "--codec", "h265"], "crf -1: must be a whole number from 0 to 51; 0 works"),
         (["--crf", "1", "--codec", "frames"], "crf 1: codec 'frames' has no such quality"),
         (["--codec", "frames", "--output", "full"], "output full: exists; choose another name or add --overwrite"),
         (["--codec", "frames", "--output", "full", "--overwrite"], "full holds precious.txt beside frames"),

@@ -305,9 +305,8 @@ def test_a_vae_without_a_map_is_refused_before_anything_is_loaded_with_the_comma
     assert problem(*mine, "--preview", other) == (
         f"--preview {other}: was fitted for another VAE than the one in {vae}; {fit} takes it"
     )
-    missing = problem(*mine, "--preview", "missing.json")
-    assert missing.startswith("--preview missing.json: ")
-    assert missing.endswith(f"No such file or directory: 'missing.json'; {fit} takes it")
+    for name, why in (("missing.json", "there is no such file"), (vae, "cannot be read (Is a directory)")):
+        assert problem(*mine, "--preview", name) == f"--preview {name}: {why}; {fit} takes it"
     table = DEMO / "model_index.json"
     assert problem(*mine, "--preview", table) == f"--preview {table}: holds no map of a preview; {fit} takes it"
 

@@ -5,6 +5,7 @@ import pytest
 from kandinsky5_nabla.scripts._prompts import Row, read_prompts
 
 RED, DOG = "a red cat", "a dog, running"
+LONG = "x" * 100_000
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,8 @@ RED, DOG = "a red cat", "a dog, running"
         ),
         ("a.jsonl", '{"prompt": "a", "negative_prompt": ""}', [Row(1, "a", {"negative_prompt": ""})]),
         ("a.jsonl", '{"prompt": " a\u2028b "}\r\n{"prompt": "c"}', [Row(1, "a\u2028b"), Row(2, "c")]),
+        ("a.jsonl", '{"prompt": "a"}\r{"prompt": "c"}', [Row(1, "a"), Row(2, "c")]),
+        ("a.txt", "a\u2028b\x0bc\x85d\r\ne\r\rf\n", [Row(1, "a\u2028b\x0bc\x85d"), Row(2, "e"), Row(4, "f")]),
     ],
 )
 def test_each_format_gives_its_rows_with_their_lines(tmp_path, name, text, rows):
@@ -46,9 +49,15 @@ def test_each_format_gives_its_rows_with_their_lines(tmp_path, name, text, rows)
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n', 2, "is not JSON"),
         ("a.jsonl", '["a"]', 1, 'is no object such as {"prompt": "a cat"}: ["a"]'),
         ("a.jsonl", '{"text": "a"}', 1, "there is no column 'text'"),
-        ("a.jsonl", '{"prompt": "a", "sede": 1}', 1, "there is no column 'sede': seed is meant?"),
-        ("a.jsonl", '{"prompt": ["a"]}', 1, "prompt ['a']: must be text"),
-        ("a.jsonl", '{"prompt": "a", "seed": true}', 1, "seed True: must be a whole number"),
+        ("a.jsonl", '{"prompt": "a", "sede": 1}', 1, "there is no column 'sede': seed is meant? they are prompt, "),
+        ("a.jsonl", '{"prompt": "a", "foo": 1}', 1, "there is no column 'foo': they are prompt, "),
+        ("a.jsonl", '{"prompt": ["a"]}', 1, 'prompt ["a"]: must be text'),
+        ("a.jsonl", f'{{"prompt": ["{LONG}"]}}', 1, f'prompt ["{LONG[:58]}...: must be text'),
+        ("a.jsonl", '{"prompt": "a", "seed": "x"}', 1, 'seed "x": must be a whole number'),
+        ("a.jsonl", '{"prompt": "a", "seed": true}', 1, "seed true: must be a whole number"),
+        ("a.jsonl", '{"prompt": "a", "seed": NaN}', 1, "seed NaN: must be a whole number"),
+        ("a.jsonl", '{"prompt": "a", "seed": 1, "prompt": "b"}', 1, "there are two values of 'prompt'"),
+        ("a.jsonl", "[" * 100_000, 1, "is not JSON: maximum recursion depth"),
         ("a.jsonl", '{"prompt": "a", "seed": 1.0}', 1, "seed 1.0: must be a whole number"),
     ],
 )
@@ -75,7 +84,9 @@ def test_a_bad_row_says_what_is_wrong_and_the_rows_around_it_are_read(tmp_path, 
         ("a.csv", b"prompt,sead\na,1\nb,2\n", "there is no column 'sead': seed is meant?"),
         ("a.csv", b"prompt,seed,seed\na,1,2\n", "there are two columns 'seed'"),
         ("a.txt", b"a\xffb", "byte 1 is not UTF-8; save the file in UTF-8"),
-        ("missing.txt", None, "No such file"),
+        ("missing.txt", None, "--prompts missing.txt: there is no such file"),
+        (f"{'x' * 300}.txt", None, "x.txt: there is no such file"),
+        (".", None, "must be a name that ends in .txt, .csv, .jsonl"),
     ],
 )
 def test_a_file_that_cannot_be_used_as_a_whole_is_refused_before_anything(here, tmp_path, name, content, problem):
@@ -88,6 +99,12 @@ def test_a_file_that_cannot_be_used_as_a_whole_is_refused_before_anything(here, 
     assert problem in line
     assert name in line
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_of_such_a_name_cannot_be_read(here, tmp_path):
+    (tmp_path / "a.txt").mkdir()
+    code, _, err = here("--config", "demo", "--prompts", "a.txt", "--output", "videos")
+    assert (code, err) == (2, "error: --prompts a.txt: cannot be read (Is a directory)\n")
 
 
 def test_each_size_of_the_rows_is_cautioned_against_once(here, tmp_path):
