@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
-from ..configs.errors import BackendError, SettingsError
+from ..configs.errors import BackendError
 from .abstract import AttentionBackend, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder, TokenOrder
 from .flex import block_sparse_attention
 from .lists import BlockLists, Workspace
 from .order import BLOCK, real_tokens, tile_grid
 from .reference import kept_by_sorting, masked_attention, score_matrix_problem
-from .selection import select_blocks
+from .selection import check_mass, select_blocks
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,7 @@ class NablaAttentionMetadataBuilder(AttentionMetadataBuilder[NablaAttentionMetad
         Raises:
             ValueError: if P is not in (0, 1], or the mask has another size.
         """
-        if not 0 < P <= 1:
-            raise SettingsError(f"P={P}: the kept mass must be in (0, 1]")
+        check_mass(P)
         N = math.prod(tile_grid(visual_shape))
         if sta_mask.shape[-2:] != (N, N):
             raise BackendError(f"sta_mask {tuple(sta_mask.shape)}: {visual_shape} tokens make {N} blocks")
@@ -91,8 +91,9 @@ class NablaAttentionBackend(AttentionBackend):
     def validate_configuration(cls, *, head_size: int | None = None, **facts: Any) -> list[str]:
         """Return the reasons why NABLA cannot run: besides the common ones, the head size."""
         reasons = super().validate_configuration(head_size=head_size, **facts)
-        if head_size is not None and (head_size % 8 or not 8 <= head_size <= 128):
-            reasons.append(f"head size {head_size}: multiples of 8 from 8 to 128 are supported")
+        whole = isinstance(head_size, numbers.Integral)
+        if head_size is not None and (not whole or head_size % 8 or not 8 <= head_size <= 128):
+            reasons.append(f"head size {head_size!r}: multiples of 8 from 8 to 128 are supported")
         return reasons
 
 

@@ -28,7 +28,7 @@ def get_attention_backend(name: str, **facts: Any) -> type[AttentionBackend]:
     Raises:
         ValueError: if there is no such backend (with the nearest name), or it cannot run this (with all reasons).
     """
-    if name not in _BACKENDS:
+    if not isinstance(name, str) or name not in _BACKENDS:
         nearest = difflib.get_close_matches(str(name).upper(), _BACKENDS, n=1, cutoff=0.0)
         raise BackendError(
             f"unknown attention backend {name!r}; known are {', '.join(_BACKENDS)}; did you mean {nearest[0]}?"

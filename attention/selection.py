@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,12 @@ def select_blocks(
     with torch.no_grad():
         _select(query, key, sta_mask, P, real_S, lists)
     return lists
+
+
+def check_mass(P: float) -> None:
+    """Raise a SettingsError unless P is a number in (0, 1]."""
+    if not isinstance(P, numbers.Real) or not 0 < P <= 1:
+        raise SettingsError(f"P={P!r}: the kept mass must be a number in (0, 1]")
 
 
 def _select(

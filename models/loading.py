@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..configs.arguments import folder_or_hub_id
 from ..configs.errors import ArgumentError, CheckpointError, DtypeError
 from .headers import TensorHeader, differences, impossible_counts, open_weights, read_headers, weight_files
 
@@ -148,10 +149,11 @@ def _local_folder(source: str | os.PathLike, subfolder: str | None, **kwargs: An
             known = IMPLIED_ARGUMENTS.get(name)
             rule = f"only {' or '.join(map(repr, known))} is supported" if known else "no such argument"
             raise ArgumentError(f"Kandinsky5Transformer.from_pretrained: {name}={value!r}: {rule}")
+    source = folder_or_hub_id(source)
     if not os.path.isdir(source):
         from huggingface_hub import snapshot_download
 
         prefix = f"{subfolder}/" if subfolder else ""
         parts = [prefix + name for name in ("config.json", "*.safetensors", "*.safetensors.index.json")]
-        source = snapshot_download(str(source), allow_patterns=parts, **hub)
+        source = snapshot_download(source, allow_patterns=parts, **hub)
     return Path(source) / subfolder if subfolder else Path(source)

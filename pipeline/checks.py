@@ -9,7 +9,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from ..configs.errors import PromptError, RequestError, SettingsError, UserError
 
@@ -151,7 +151,7 @@ class Settings:
     @classmethod
     def from_preset(cls, preset: Preset, geometry: Geometry, **given: Any) -> Settings:
         """Return the settings of a run: what is given and not None, and the preset's values for the rest."""
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {name: _plain(value) for name, value in given.items() if value is not None}
         defaults = {field.name: getattr(preset, field.name) for field in fields(cls) if hasattr(preset, field.name)}
         if not geometry.nabla:
             defaults["nabla_P"] = None
@@ -164,18 +164,18 @@ class Settings:
         found = [*_size_problems(geometry, self.height, self.width), *_frame_problems(geometry, self.num_frames)]
         counts = {"number of steps": self.num_inference_steps, "number of videos": self.num_videos}
         for name, count in counts.items():
-            if not _is_whole(count) or not 1 <= count <= MAX_COUNT:
+            if not is_whole(count) or not 1 <= count <= MAX_COUNT:
                 found.append(f"{name} {count!r}: must be a whole number from 1 to {MAX_COUNT}")
-        if not _is_number(self.guidance_scale) or self.guidance_scale < 0:
+        if not is_number(self.guidance_scale) or self.guidance_scale < 0:
             found.append(f"guidance scale {self.guidance_scale!r}: must be a number, 0 or more (1 is no guidance)")
-        if not _is_number(self.shift) or self.shift <= 0:
+        if not is_number(self.shift) or self.shift <= 0:
             found.append(f"shift {self.shift!r}: must be a number above 0")
         factors = self.scale_factor if isinstance(self.scale_factor, (tuple, list)) else ()
-        if len(factors) != 3 or not all(_is_number(factor) and factor > 0 for factor in factors):
+        if len(factors) != 3 or not all(is_number(factor) and factor > 0 for factor in factors):
             found.append(f"scale factor {self.scale_factor!r}: must be three numbers above 0, for t, h, w")
         if self.nabla_P is not None and not geometry.nabla:
             found.append(f"NABLA P {self.nabla_P!r}: attention is dense here and keeps everything; leave P out")
-        elif self.nabla_P is not None and not (_is_number(self.nabla_P) and 0 < self.nabla_P <= 1):
+        elif self.nabla_P is not None and not (is_number(self.nabla_P) and 0 < self.nabla_P <= 1):
             found.append(f"NABLA P {self.nabla_P!r}: the kept mass must be a number above 0 and at most 1")
         return found
 
@@ -208,7 +208,7 @@ def frames_of_duration(geometry: Geometry, seconds: float, fps: float) -> int:
 def _size_problems(geometry: Geometry, height: int, width: int) -> Iterator[str]:
     for name, size, axis in (("height", height, 1), ("width", width, 2)):
         step, most = geometry.pixel_step(axis), MAX_POSITIONS * geometry.spatial_ratio * geometry.patch_size[axis]
-        if not _is_whole(size):
+        if not is_whole(size):
             yield f"{name} {size!r}: must be a whole number of pixels"
         elif size % step or not step <= size <= most:
             nearest = " or ".join(map(str, nearest_multiples(size, step, step, most)))
@@ -218,7 +218,7 @@ def _size_problems(geometry: Geometry, height: int, width: int) -> Iterator[str]
 def _frame_problems(geometry: Geometry, num_frames: int) -> Iterator[str]:
     step = geometry.temporal_ratio * geometry.patch_size[0]
     most = (MAX_POSITIONS * geometry.patch_size[0] - 1) * geometry.temporal_ratio + 1
-    if not _is_whole(num_frames):
+    if not is_whole(num_frames):
         yield f"number of frames {num_frames!r}: must be a whole number"
     elif (num_frames - 1) % step or not 1 <= num_frames <= most:
         nearest = " or ".join(map(str, _legal_frames(geometry, num_frames)))
@@ -231,9 +231,23 @@ def _legal_frames(geometry: Geometry, frames: float) -> list[int]:
     return [count + 1 for count in nearest_multiples(frames - 1, step, 0, most - 1)]
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether it is a whole number, of numpy's too."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a number that a float can hold, of numpy's too."""
+    try:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers as int and float, whatever type they came in; all else, which is refused later, as it is."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    if is_whole(value):
+        return int(value)
+    return float(value) if is_number(value) else value

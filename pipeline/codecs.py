@@ -3,7 +3,6 @@
 Plain Python: a command line lists and checks codecs without loading torch.
 """
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..configs.errors import OutputError, VideoError
+from .checks import is_number, is_whole
 
 MAX_CRF = 51
 """The worst quality of x264 and x265; 0 is the best, and lossless (in yuv420p) for x264."""
@@ -79,21 +79,20 @@ class Codec:
         if self.default_crf is None:
             takers = " and ".join(codec.name for codec in CODECS.values() if codec.default_crf is not None)
             raise VideoError(f"crf {crf!r}: codec {self.name!r} has no such quality; leave it out ({takers} take it)")
-        is_whole = isinstance(crf, int) and not isinstance(crf, bool)
-        if not is_whole or not 0 <= crf <= MAX_CRF:
-            nearest = min(max(crf, 0), MAX_CRF) if is_whole else self.default_crf
+        if not is_whole(crf) or not 0 <= crf <= MAX_CRF:
+            nearest = min(max(int(crf), 0), MAX_CRF) if is_whole(crf) else self.default_crf
             raise VideoError(f"crf {crf!r}: must be a whole number from 0 to {MAX_CRF}; {nearest} works")
-        return crf
+        return int(crf)
 
     def rate(self, fps: float | Fraction) -> Fraction:
         """Return the rate as a fraction that every file keeps; ffmpeg cuts terms above 1001000.
 
         Raises ValueError for a rate that the codec cannot hold.
         """
-        rate = Fraction(float(fps)).limit_denominator(1001) if math.isfinite(fps) else Fraction(0)
+        rate = Fraction(float(fps)).limit_denominator(1001) if is_number(fps) else Fraction(0)
         if not self.min_fps <= rate <= self.max_fps:
             within = f"from {self.min_fps} to {self.max_fps} with codec {self.name!r}"
-            raise VideoError(f"fps must be a number {within}, got {fps}")
+            raise VideoError(f"fps must be a number {within}, got {fps!r}")
         return rate
 
     def check_size(self, height: int, width: int) -> None:
@@ -176,7 +175,7 @@ class VideoInfo:
 
 def find_codec(name: str) -> Codec:
     """Return the codec of this name; ValueError, with all names, where there is none."""
-    if name not in CODECS:
+    if not isinstance(name, str) or name not in CODECS:
         raise VideoError(f"codec {name!r} is not known; {', '.join(CODECS)} are")
     return CODECS[name]
 
@@ -185,6 +184,8 @@ def check_comment(comment: str | None) -> None:
     """Raise ValueError for a text that cannot be kept in a video's metadata; None is no text."""
     if comment is None:
         return
+    if not isinstance(comment, str):
+        raise VideoError(f"the comment {comment!r} must be a text, not {type(comment).__name__}")
     if not comment:
         raise VideoError("the comment is empty, which a video does not tell from no comment; leave it out")
     if "\0" in comment:

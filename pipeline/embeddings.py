@@ -54,17 +54,39 @@ class GivenText:
         name, embeds, pooled = self.prefix, self.prompt_embeds, self.pooled
         if embeds is None or pooled is None:
             raise EmbedsError(f"{name}prompt_embeds and {name}pooled_prompt_embeds come together: give both")
+        _check_floats(f"{name}prompt_embeds", embeds)
+        _check_floats(f"{name}pooled_prompt_embeds", pooled)
         if embeds.dim() != 3 or embeds.shape[-1] != text_dim or not embeds.numel():
             raise EmbedsError(f"{name}prompt_embeds {tuple(embeds.shape)}: must be [B, L, {text_dim}]")
         B, L, _ = embeds.shape
         if tuple(pooled.shape) != (B, pooled_dim):
             raise EmbedsError(f"{name}pooled_prompt_embeds {tuple(pooled.shape)}: must be [{B}, {pooled_dim}]")
-        mask = torch.ones(B, L, dtype=torch.bool, device=embeds.device) if self.mask is None else self.mask.bool()
-        if tuple(mask.shape) != (B, L):
-            raise EmbedsError(f"{name}prompt_embeds_mask {tuple(mask.shape)}: must be [{B}, {L}]")
-        if not mask.any(dim=1).all():
-            raise EmbedsError(f"{name}prompt_embeds_mask: every prompt needs at least one real token")
+        mask = self._mask(B, L).to(embeds.device)
+        for argument, numbers in (("prompt_embeds", embeds[mask]), ("pooled_prompt_embeds", pooled)):
+            if not torch.isfinite(numbers).all():  # padding may hold anything
+                raise EmbedsError(f"{name}{argument}: holds NaN or infinity; encode the prompts again")
         return TextEmbeddings(embeds, mask, pooled)
+
+    def _mask(self, B: int, L: int) -> torch.Tensor:
+        name, mask = f"{self.prefix}prompt_embeds_mask", self.mask
+        if mask is None:
+            return torch.ones(B, L, dtype=torch.bool)
+        if not isinstance(mask, torch.Tensor):
+            raise EmbedsError(f"{name}: must be a tensor, not {type(mask).__name__}")
+        if tuple(mask.shape) != (B, L):
+            raise EmbedsError(f"{name} {tuple(mask.shape)}: must be [{B}, {L}]")
+        if not ((mask == 0) | (mask == 1)).all():
+            raise EmbedsError(f"{name}: must hold true and false, or 1 and 0, for real tokens and padding")
+        if not mask.any(dim=1).all():
+            raise EmbedsError(f"{name}: every prompt needs at least one real token")
+        return mask.bool()
+
+
+def _check_floats(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise EmbedsError(f"{name}: must be a tensor, not {type(tensor).__name__}")
+    if not tensor.is_floating_point():
+        raise EmbedsError(f"{name} of {tensor.dtype}: must be floating point, as encode_prompt returns it")
 
 
 def number_of_prompts(source: TextSource) -> int:

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ..configs.arguments import checked_path
 from ..configs.errors import NotFiniteError, VideoError, WriteError
+from .checks import is_whole
 from .codecs import Codec, VideoInfo, check_comment, find_codec
 from .encode import encode
 from .files import complete_file
@@ -68,13 +70,16 @@ def export_video(
             cannot be written).
         RuntimeError: ffmpeg failed, or what it wrote is not what it was given (a full disk, for example).
     """
-    path, chosen = Path(path), find_codec(codec)
+    path, chosen = checked_path("path", path), find_codec(codec)
     chosen.check_path(path)
     quality, rate = chosen.quality(crf), chosen.rate(fps)
     check_comment(comment)
+    if num_frames is not None and (not is_whole(num_frames) or num_frames < 1):
+        raise VideoError(f"num_frames {num_frames!r}: must be a whole number, at least 1")
+    drawn = _drawn(frames)
     naming = complete_file if chosen.suffix else complete_folder
     with naming(path, overwrite=overwrite) as temporary:
-        written = encode(_checked_frames(frames, num_frames, chosen), temporary, chosen, rate, quality, comment)
+        written = encode(_checked_frames(drawn, num_frames, chosen), temporary, chosen, rate, quality, comment)
         try:
             if chosen.name == "gif":
                 finish_gif(temporary, exact_delays(rate, written.num_frames), comment)
@@ -85,6 +90,13 @@ def export_video(
             difference = f"{written} became {found}" if found != written else "its comment is not what was given"
             raise WriteError(f"the video was not written completely (is the disk full?): {difference}")
     return path
+
+
+def _drawn(frames: Iterable[Frame]) -> Iterator[Frame]:
+    try:
+        return iter(frames)
+    except TypeError as error:  # also of a tensor without dimensions
+        raise VideoError(f"frames: must be a list, array, tensor or iterator, not {type(frames).__name__}") from error
 
 
 def to_uint8(frame: Frame, name: str = "frame") -> np.ndarray:
@@ -131,7 +143,7 @@ def _float_to_uint8(array: np.ndarray, name: str) -> np.ndarray:
     return np.rint(array.clip(0, 1).astype(np.float32) * 255).astype(np.uint8)
 
 
-def _checked_frames(frames: Iterable[Frame], num_frames: int | None, codec: Codec) -> Iterator[np.ndarray]:
+def _checked_frames(frames: Iterator[Frame], num_frames: int | None, codec: Codec) -> Iterator[np.ndarray]:
     """Yield frames as uint8 [H, W, 3]; the first says the size, which the codec must hold, `num_frames` the number."""
     size, count = None, 0
     for frame in frames:

@@ -11,7 +11,18 @@ from typing import Any
 import torch
 
 from ..configs.errors import ArgumentError, NotFiniteError, SettingsError
-from .checks import Geometry
+from .checks import Geometry, is_whole
+
+LATENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_latents(latents: object, channels: int) -> None:
+    """Raise an ArgumentError for what is no latents `[B, T, H, W, channels]` in floating point."""
+    if not isinstance(latents, torch.Tensor) or latents.dim() != 5 or latents.shape[-1] != channels:
+        shown = tuple(latents.shape) if isinstance(latents, torch.Tensor) else type(latents).__name__
+        raise ArgumentError(f"latents {shown}: must be a tensor [B, T, H, W, {channels}], channels last")
+    if latents.dtype not in LATENT_DTYPES:
+        raise ArgumentError(f"latents of {latents.dtype}: must be of {', '.join(map(str, LATENT_DTYPES))}")
 
 
 def latent_shape(
@@ -38,9 +49,9 @@ def make_generators(
     if generator is not None and seed is not None:
         raise ArgumentError("give a generator or a seed, not both")
     if seed is not None:
-        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= 2**63 - count:
+        if not is_whole(seed) or not 0 <= seed <= 2**63 - count:
             raise SettingsError(f"seed {seed!r}: must be a whole number from 0 to 2**63 - 1")
-        return [torch.Generator("cpu").manual_seed(seed + i) for i in range(count)]
+        return [torch.Generator("cpu").manual_seed(int(seed) + i) for i in range(count)]
     if generator is None or isinstance(generator, torch.Generator):
         generators: list[torch.Generator | None] = [generator] * count
     elif isinstance(generator, (list, tuple)) and all(isinstance(one, torch.Generator) for one in generator):

@@ -133,6 +133,10 @@ class LoraMixin(_Loader):
                 for it.
         """
         self._transformer_for("set_adapters")
+        named = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        loaded = list(getattr(self.transformer, "peft_config", {}))
+        if not isinstance(named, (list, tuple)) or not all(name in loaded for name in named):
+            raise LoraError(f"set_adapters: {adapter_names!r}: loaded are {', '.join(loaded) or 'none'}")
         for weight in _numbers(adapter_weights):
             if not isinstance(weight, (int, float)) or not math.isfinite(weight):
                 raise LoraError(f"set_adapters: the weight {weight!r} must be a finite number, such as 0.8")
@@ -180,7 +184,7 @@ class LoraMixin(_Loader):
 
         if name in taken:
             raise LoraError(f"adapter_name {name!r} is taken; taken are {', '.join(sorted(taken))}")
-        if not re.fullmatch(r"[\w-]+", name) or hasattr(ModuleDict, name):
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name) or hasattr(ModuleDict, name):
             raise LoraError(f"adapter_name {name!r}: letters, digits, _ and - make a name, such as 'arc-left'")
         return name
 

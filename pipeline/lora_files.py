@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..configs.arguments import checked_path
 from ..configs.errors import CheckpointError, LoraError, NotFoundError, UserError, kind_of
 from ..models.headers import open_weights, read_headers
 
@@ -199,7 +200,7 @@ def find_lora(
         FileNotFoundError: if there is none.
         ValueError: if there are several, or it is no safetensors file.
     """
-    path = Path(source)
+    path = checked_path("LoRA", source)
     if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and path.suffix not in FILE_SUFFIXES:
         from huggingface_hub import snapshot_download
 

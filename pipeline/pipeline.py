@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import json
 import logging
 import os
@@ -17,20 +17,24 @@ from diffusers.video_processor import VideoProcessor
 from transformers import CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
 
 from ..configs import find_preset, load_preset
-from ..configs.errors import ArgumentError
+from ..configs.arguments import check_names, checked_path, folder_or_hub_id
+from ..configs.errors import ArgumentError, TakenError
 from ..configs.tiles import Tile
+from ..models.loading import checked_dtype
 from ..models.text_encoder import QwenTextEncoder
 from ..models.transformer import Kandinsky5Transformer
+from .arguments import check_device, check_parts, loader_arguments
+from .callbacks import CALLBACK_TENSORS, callback_tensors, with_changes
 from .checks import Geometry, Settings
 from .components import LOADERS, to_loaders, to_published
 from .decode import decode_latents
 from .denoise import Guidance, NextStep, check_first_step, denoise
 from .embeddings import GivenText, for_transformer, number_of_prompts, split_rows
 from .hub import fetch
-from .latents import draw_noise, not_finite
+from .latents import check_latents, draw_noise, not_finite
 from .lora import LoraMixin, with_triggers
 from .output import Kandinsky5PipelineOutput
-from .request import CALLBACK_TENSORS, Request, resolve_request
+from .request import NO_TEXT_ENCODER, NO_TRANSFORMER, OUTPUT_TYPES, Request, check_output_type, resolve_request
 from .safety import require_loadable
 from .schedule import make_sigmas
 from .text import TextEmbeddings, check_prefix_length, encode_prompts
@@ -59,7 +63,8 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
         preset: name of the preset whose values a call falls back to; `from_pretrained` finds it.
 
     Raises:
-        ValueError: if the preset is unknown, or the tokenizer is not the one the checkpoint was trained with.
+        ValueError: if a part is of another class, the preset is unknown, or the tokenizer is not the one the checkpoint
+            was trained with.
     """
 
     model_cpu_offload_seq = "text_encoder->text_encoder_2->transformer->vae"
@@ -78,15 +83,17 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
         preset: str | None = None,
     ) -> None:
         super().__init__()
-        self.register_modules(
-            transformer=transformer,
-            vae=vae,
-            text_encoder=text_encoder,
-            tokenizer=tokenizer,
-            text_encoder_2=text_encoder_2,
-            tokenizer_2=tokenizer_2,
-            scheduler=scheduler,
-        )
+        parts = {
+            "transformer": transformer,
+            "vae": vae,
+            "text_encoder": text_encoder,
+            "tokenizer": tokenizer,
+            "text_encoder_2": text_encoder_2,
+            "tokenizer_2": tokenizer_2,
+            "scheduler": scheduler,
+        }
+        check_parts(parts)
+        self.register_modules(**parts)
         self.defaults = load_preset(preset or FALLBACK_PRESET)
         if preset is None:
             logger.warning("no preset is known for this checkpoint: the defaults are those of %s", FALLBACK_PRESET)
@@ -181,6 +188,7 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
             seed=seed,
             max_sequence_length=max_sequence_length,
             output_type=output_type,
+            callback=callback_on_step_end,
             callback_tensors=callback_on_step_end_tensor_inputs,
             height=height,
             width=width,
@@ -196,11 +204,19 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
         self._interrupt = False
         guidance = self._encode(request)
         latents = draw_noise(request.latent_shape, request.generators) if latents is None else latents
-        callback = callback_on_step_end, callback_on_step_end_tensor_inputs
-        latents = self._denoise(latents, guidance, request, first_step, *callback)
+        latents = self._denoise(latents, guidance, request, first_step, callback_on_step_end)
         frames = latents if output_type == "latent" or self._interrupt else self.decode(latents, output_type)
         self.maybe_free_model_hooks()
         return Kandinsky5PipelineOutput(frames=frames) if return_dict else (frames,)
+
+    def to(self, *args: Any, **kwargs: Any) -> Kandinsky5NablaPipeline:
+        """Move or cast as `DiffusionPipeline.to` does; what cannot be done here is a DeviceError or DtypeError."""
+        for given in (*args[:2], kwargs.get("device"), kwargs.get("dtype")):
+            if isinstance(given, torch.dtype):
+                checked_dtype(given)
+            elif given is not None:
+                check_device(given)
+        return super().to(*args, **kwargs)
 
     @property
     def interrupt(self) -> bool:
@@ -230,6 +246,10 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
 
     def encode_prompt(self, prompts: str | Sequence[str], max_sequence_length: int | None = None) -> TextEmbeddings:
         """Return the embeddings of B prompts, `[B, L, D]`, `[B, L]` and `[B, D2]` (`pipeline.text`)."""
+        if self.transformer is None:
+            raise ArgumentError(NO_TRANSFORMER)
+        if None in (self.tokenizer, self.text_encoder, self.tokenizer_2, self.text_encoder_2):
+            raise ArgumentError(NO_TEXT_ENCODER)
         return encode_prompts(
             prompts,
             self.tokenizer,
@@ -249,8 +269,12 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
         `tile` is a row of `configs.tiles`, by default the first: smaller ones take less memory.
 
         Raises:
-            ValueError: if the latents are not finite.
+            ValueError: if the latents have another shape or are not finite, or the output type is unknown.
         """
+        check_latents(latents, self.vae.config["latent_channels"])
+        check_output_type(output_type, OUTPUT_TYPES[:-1])
+        if not isinstance(tile, Tile | None):
+            raise ArgumentError(f"tile {tile!r}: must be a row of configs.tiles.vae_tiles()")
         if not torch.isfinite(latents).all():
             raise not_finite("that were to be decoded")
         video_BCFHW = decode_latents(self.vae, latents, self._execution_device, tile)
@@ -282,7 +306,6 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
         request: Request,
         first_step: int,
         callback: Callback | None,
-        callback_tensors: Sequence[str],
     ) -> torch.Tensor:
         settings, metadata = request.settings, request.attn_metadata
         start = latents.to(self._execution_device, torch.float32)
@@ -293,10 +316,9 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
             def on_step_end(step: int, latents: torch.Tensor, guidance: Guidance) -> NextStep:
                 bar.update()
                 if callback is not None:
-                    tensors = _callback_tensors(latents, guidance, callback_tensors)
-                    returned = callback(self, step, sigmas[step] * 1000, tensors)
-                    changed = {} if returned is None else returned
-                    latents, guidance = _with_changes(latents, guidance, changed)
+                    tensors = callback_tensors(latents, guidance, request.callback_tensors)
+                    changed = callback(self, step, sigmas[step] * 1000, tensors)
+                    latents, guidance = with_changes(latents, guidance, changed)
                 return None if self._interrupt else (latents, guidance)
 
             return denoise(
@@ -311,29 +333,26 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
 
         Args:
             pretrained_model_name_or_path: the folder or Hub id.
-            kwargs: as for `DiffusionPipeline.from_pretrained`. `torch_dtype` is fp32 if left out; the VAE is loaded
-                in fp32 always and runs in bf16 on a GPU. `preset` names the preset of the call's defaults; if left
-                out it is found by the repository's name or the folder's model_index.json.
+            kwargs: as for `DiffusionPipeline.from_pretrained` (`pipeline.arguments`). `torch_dtype` is fp32 if left
+                out; the VAE is loaded in fp32 always and runs in bf16 on a GPU. `preset` names the preset of the
+                call's defaults; if left out it is found by the repository's name or the folder's model_index.json.
 
         Raises:
             OSError: if the checkpoint cannot be fetched, or a file of it is missing.
-            ValueError: if the checkpoint is of another model, names code or a class that is not on the list, or has
-                tensors that are damaged or do not fit; before any weights are read.
+            ValueError: if an argument is unknown or cannot be honoured, or the checkpoint is of another model, names
+                code or a class that is not on the list, or has tensors that are damaged or do not fit; before any
+                weights are read.
         """
-        refused = {"custom_pipeline": None, "trust_remote_code": False, "use_safetensors": True, "variant": None}
-        for name, only in refused.items():
-            if kwargs.pop(name, None) not in (None, only):
-                raise ArgumentError(f"from_pretrained: only {name}={only} is supported: weights and settings, no code")
-        given = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or torch.float32
-        kwargs["dtype"] = given if isinstance(given, dict) else {"default": given, "vae": torch.float32}
-        source = str(pretrained_model_name_or_path)
+        hub, kwargs = loader_arguments(kwargs)
+        source = folder_or_hub_id(pretrained_model_name_or_path)
         preset = find_preset(source)
         if preset is not None:
             kwargs.setdefault("preset", preset.name)
-        hub = {name: kwargs.pop(name, None) for name in ("revision", "cache_dir", "token", "local_files_only")}
         if not os.path.isdir(source):
             offline = bool(hub.pop("local_files_only"))
             source = str(fetch(source, **hub, offline=offline).folder)  # pyright: ignore[reportArgumentType]
+        elif hub["revision"] is not None:
+            raise ArgumentError(f"revision {hub['revision']!r}: of a repository of the Hub; {source} is a folder")
         require_loadable(Path(source), without=[name for name in LOADERS if name in kwargs])
         return super().from_pretrained(source, **kwargs)
 
@@ -346,6 +365,8 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
         """
         from .single_file import load_single_file
 
+        parameters = inspect.signature(load_single_file).parameters.values()
+        check_names("from_single_file", kwargs, [each.name for each in parameters if each.kind is each.KEYWORD_ONLY])
         return load_single_file(cls, file, **kwargs)
 
     @classmethod
@@ -364,36 +385,11 @@ class Kandinsky5NablaPipeline(LoraMixin, KandinskyLoraLoaderMixin, DiffusionPipe
         for name, only in unreadable.items():
             if args or kwargs.get(name, only) != only:
                 raise ArgumentError(f"save_pretrained: only {name}={only} can be loaded again; leave it out")
-        super().save_pretrained(save_directory, **kwargs)
+        folder = checked_path("save_directory", save_directory)
+        if folder.exists() and not folder.is_dir():
+            raise TakenError(f"save_directory {folder}: is a file; name a folder")
+        super().save_pretrained(folder, **kwargs)
 
     def to_json_string(self) -> str:
         """Return model_index.json with the published classes, so that diffusers opens what was saved."""
         return json.dumps(to_published(json.loads(super().to_json_string())), indent=2, sort_keys=True) + "\n"
-
-
-def _callback_tensors(latents: torch.Tensor, guidance: Guidance, names: Sequence[str]) -> dict[str, Any]:
-    negative = None if guidance.negative is None else guidance.negative.prompt_embeds
-    values = (latents, guidance.positive.prompt_embeds, negative)
-    return {name: value for name, value in zip(CALLBACK_TENSORS, values, strict=True) if name in names}
-
-
-def _with_changes(latents: torch.Tensor, guidance: Guidance, changed: dict[str, Any]) -> tuple[torch.Tensor, Guidance]:
-    """Return latents and guidance with the tensors that a callback replaced.
-
-    Raises:
-        ValueError: if it is no dict of tensors that a callback may replace, or a shape has changed.
-    """
-    present = _callback_tensors(latents, guidance, CALLBACK_TENSORS)
-    if not isinstance(changed, dict) or not changed.keys() <= present.keys():
-        shown = list(changed) if isinstance(changed, dict) else type(changed).__name__
-        raise ArgumentError(f"a callback returned {shown}; it may return a dict of {', '.join(CALLBACK_TENSORS)}")
-    for name, tensor in changed.items():
-        if getattr(tensor, "shape", None) != getattr(present[name], "shape", None):
-            raise ArgumentError(f"a callback returned {name} in another shape than it was given")
-    positive, negative = guidance.positive, guidance.negative
-    if "prompt_embeds" in changed:
-        positive = dataclasses.replace(positive, prompt_embeds=changed["prompt_embeds"])
-    if negative is not None and "negative_prompt_embeds" in changed:
-        negative = dataclasses.replace(negative, prompt_embeds=changed["negative_prompt_embeds"])
-    latents = changed.get("latents", latents).to(latents.device, torch.float32)
-    return latents, dataclasses.replace(guidance, positive=positive, negative=negative)

@@ -11,10 +11,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from ..attention import AttentionMetadata
 from ..configs.errors import ArgumentError, PromptError, SettingsError
+from .callbacks import checked_callback_tensors
 from .checks import Geometry, Report, Settings
 from .denoise import make_attention_metadata
 from .embeddings import GivenText, TextSource, number_of_prompts
-from .latents import latent_shape, make_generators
+from .latents import check_latents, latent_shape, make_generators
 from .text import DEFAULT_NEGATIVE_PROMPT, check_max_sequence_length
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ NO_TEXT_ENCODER = (
     "this pipeline has no text encoder, or lacks a part of one: give prompt_embeds with pooled_prompt_embeds, and "
     "negative_prompt_embeds with negative_pooled_prompt_embeds or guidance_scale=1"
 )
-CALLBACK_TENSORS = ("latents", "prompt_embeds", "negative_prompt_embeds")
+NO_TRANSFORMER = "this pipeline has no transformer and can only decode latents (pipe.decode)"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Request:
         latent_shape: `(T, H, W, C)` of one video.
         attn_metadata: of the run, its window mask built; None for dense attention.
         max_sequence_length: limit of a prompt in tokens.
+        callback_tensors: names of the tensors that a callback gets.
     """
 
     settings: Settings
@@ -49,6 +51,7 @@ class Request:
     latent_shape: tuple[int, int, int, int]
     attn_metadata: AttentionMetadata | None
     max_sequence_length: int
+    callback_tensors: tuple[str, ...]
 
 
 def resolve_request(
@@ -61,6 +64,7 @@ def resolve_request(
     seed: int | None,
     max_sequence_length: int | None,
     output_type: str,
+    callback: object,
     callback_tensors: Sequence[str],
     **given: Any,
 ) -> Request:
@@ -69,12 +73,14 @@ def resolve_request(
     Raises:
         ValueError: with every problem.
     """
+    if pipe.transformer is None:
+        raise ArgumentError(NO_TRANSFORMER)
     geometry, config, report = pipe.geometry, pipe.transformer.config, Report()
     channels = config["out_visual_dim"]
     if latents is not None:
-        if not isinstance(latents, torch.Tensor) or latents.dim() != 5 or latents.shape[-1] != channels:
-            shown = tuple(latents.shape) if isinstance(latents, torch.Tensor) else type(latents).__name__
-            raise ArgumentError(f"latents {shown}: must be a tensor [B, T, H, W, {channels}], channels last")
+        check_latents(latents, channels)
+        if not torch.isfinite(latents).all():
+            raise ArgumentError("latents: hold NaN or infinity; give noise, or what a callback or a call gave")
         given = _size_of(latents, geometry) | {name: value for name, value in given.items() if value is not None}
     report.add(ArgumentError, _scheduler_problems(pipe.scheduler))
     report.raise_if_any()
@@ -84,11 +90,8 @@ def resolve_request(
 
     report.add(SettingsError, settings.problems(geometry))
     report.attempt(check_max_sequence_length, max_sequence_length)
-    if output_type not in OUTPUT_TYPES:
-        report.add(ArgumentError, [f"output_type {output_type!r}: must be one of {', '.join(OUTPUT_TYPES)}"])
-    names = [callback_tensors] if isinstance(callback_tensors, str) else callback_tensors
-    for name in set(names) - set(CALLBACK_TENSORS):
-        report.add(ArgumentError, [f"callback tensor {name!r}: must be one of {', '.join(CALLBACK_TENSORS)}"])
+    report.attempt(check_output_type, output_type)
+    names = report.attempt(checked_callback_tensors, callback, callback_tensors)
     sources = _text_sources(report, positive, negative, settings.guidance_scale, config)
     encoders = (pipe.text_encoder, pipe.tokenizer, pipe.text_encoder_2, pipe.tokenizer_2)
     if None in encoders and any(isinstance(source, list) for source in sources):
@@ -104,7 +107,14 @@ def resolve_request(
     generators = report.attempt(make_generators, count, generator, seed)
     report.raise_if_any()
     assert generators is not None, "the report has raised"
-    return Request(settings, *sources, generators, shape, attn_metadata, max_sequence_length)
+    assert names is not None, "the report has raised"
+    return Request(settings, *sources, generators, shape, attn_metadata, int(max_sequence_length), names)
+
+
+def check_output_type(output_type: object, known: Sequence[str] = OUTPUT_TYPES) -> None:
+    """Raise an ArgumentError for a type of output that is not known."""
+    if output_type not in known:
+        raise ArgumentError(f"output_type {output_type!r}: must be one of {', '.join(known)}")
 
 
 def _text_sources(
@@ -116,7 +126,7 @@ def _text_sources(
     if source is None:
         report.add(PromptError, [] if report.problems else ["nothing to make a video of: give prompt or prompt_embeds"])
         return [], None
-    if guidance_scale == 1:
+    if isinstance(guidance_scale, float | int) and guidance_scale == 1:  # what is no number is in the report
         return source, None
     against = report.attempt(negative.source, *widths) or [DEFAULT_NEGATIVE_PROMPT]
     if number_of_prompts(against) not in (1, number_of_prompts(source)):

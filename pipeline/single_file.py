@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..configs import Preset, find_preset, load_preset, preset_names
+from ..configs.arguments import checked_path
 from ..configs.errors import ArgumentError, CheckpointError, NotFoundError, PresetError
 from ..models.architecture import config_from_headers
 from ..models.headers import DIFFUSERS_WEIGHTS, TRANSFORMERS_WEIGHTS, read_headers
@@ -96,14 +97,17 @@ def load_single_file(
     from ..models.loading import build_on_meta, checked_dtype, load_single_transformer
     from ..models.transformer import Kandinsky5Transformer
 
-    if "vae" in without:
-        raise ArgumentError("without: only text encoders can be left out, and the VAE is one of the parts named")
-    file, dtype = checked_file(Path(file)), checked_dtype(torch_dtype)
+    _check_without(without)
+    given = {"vae": vae, "text_encoder": text_encoder, "text_encoder_2": text_encoder_2}
+    for name, path in {**given, "cache_dir": cache_dir}.items():
+        if path is not None:
+            checked_path(name, path)
+    file, dtype = checked_file(checked_path("file", file)), checked_dtype(torch_dtype)
+    encoder_dtype = dtype if text_encoder_dtype is None else checked_dtype(text_encoder_dtype)
     chosen = preset_of_file(file, preset)
     headers = read_headers([file])
     config = config_from_headers(headers, **attention_of(chosen))
     build_on_meta(Kandinsky5Transformer, config, headers, str(file))
-    given = {"vae": vae, "text_encoder": text_encoder, "text_encoder_2": text_encoder_2}
     names = [name for name in SOURCES if name not in without]
     hub = {"cache_dir": cache_dir, "token": token, "offline": offline}
     _raise_all(file, width_problems(config, {name: _config_of(name, given[name], hub) for name in names}))
@@ -112,7 +116,7 @@ def load_single_file(
         folders |= _folders(name, given[name], hub)
     _raise_all(file, _problems(folders))
     transformer = load_single_transformer(file, config, dtype)
-    quantised = {"dtype": text_encoder_dtype or dtype, "quantization_config": quantization_config}
+    quantised = {"dtype": encoder_dtype, "quantization_config": quantization_config}
     parts = _load_parts(folders, dtype, quantised)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=chosen.shift)
     return cls(transformer=transformer, **parts, scheduler=scheduler, preset=preset or chosen.name)
@@ -132,6 +136,13 @@ def checked_file(file: Path) -> Path:
     if file.suffix != ".safetensors":
         raise CheckpointError(f"{file}: only .safetensors files are read; others can run code when they are")
     return file
+
+
+def _check_without(without: object) -> None:
+    left_out = sorted(SOURCES.keys() - {"vae"})
+    named = list(without) if isinstance(without, Collection) and not isinstance(without, str) else [without]
+    if isinstance(without, str) or any(name not in left_out for name in named):
+        raise ArgumentError(f"without {without!r}: only text encoders can be left out; must be a list of {left_out}")
 
 
 def preset_of_file(file: Path, preset: str | None) -> Preset:

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..configs.errors import CheckpointError, SettingsError
-from .checks import prompt_list
+from .checks import is_whole, prompt_list
 
 if TYPE_CHECKING:
     from transformers import CLIPTextModel, PreTrainedModel, PreTrainedTokenizerBase
@@ -87,7 +87,7 @@ def check_max_sequence_length(max_sequence_length: int) -> None:
     Raises:
         ValueError: max_sequence_length is not in 1..256.
     """
-    if not isinstance(max_sequence_length, int) or not 1 <= max_sequence_length <= MAX_PROMPT_TOKENS:
+    if not is_whole(max_sequence_length) or not 1 <= max_sequence_length <= MAX_PROMPT_TOKENS:
         raise SettingsError(
             f"max_sequence_length={max_sequence_length!r}: use 1 to {MAX_PROMPT_TOKENS}, the longest prompt "
             "the checkpoints were trained with (the closing <|im_end|> counts)"

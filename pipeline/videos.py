@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..configs.arguments import checked_path
 from ..configs.errors import VideoError
 from .codecs import VideoInfo
 from .ffmpeg import decode, read
@@ -20,7 +21,7 @@ def probe_video(path: str | os.PathLike[str]) -> VideoInfo:
 
     Raises FileNotFoundError for a missing file, ValueError for one that is no complete video.
     """
-    path = Path(path)
+    path = checked_path("path", path)
     if path.is_dir():
         return probe_frames(path)
     # framecrc is a few "#key 0: value" lines, then a line for each frame that was decoded; unlike the rate in
@@ -41,7 +42,7 @@ def read_video(path: str | os.PathLike[str], indices: Sequence[int] | None = Non
     `indices` picks frames by number from 0, in increasing order; only these are kept in memory.
     Raises FileNotFoundError for a missing file, ValueError for one that is no complete video.
     """
-    path, info = Path(path), probe_video(path)
+    path, info = checked_path("path", path), probe_video(path)
     wanted = list(range(info.num_frames) if indices is None else indices)
     if sorted(set(wanted)) != wanted or not wanted or not 0 <= wanted[0] <= wanted[-1] < info.num_frames:
         rule = f"increasing and within 0..{info.num_frames - 1}"
@@ -58,7 +59,7 @@ def read_comment(path: str | os.PathLike[str]) -> str | None:
 
     Raises FileNotFoundError for a missing file, ValueError for one that is no video.
     """
-    path = Path(path)
+    path = checked_path("path", path)
     if path.is_dir():
         return read_frames_comment(path)
     if _is_gif(path):
