@@ -133,13 +133,13 @@ class LoraMixin(_Loader):
                 for it.
         """
         self._transformer_for("set_adapters")
+        for weight in _numbers(adapter_weights):
+            if not isinstance(weight, (int, float)) or not math.isfinite(weight):
+                raise LoraError(f"set_adapters: the weight {weight!r} must be a finite number, such as 0.8")
         named = [adapter_names] if isinstance(adapter_names, str) else adapter_names
         loaded = list(getattr(self.transformer, "peft_config", {}))
         if not isinstance(named, (list, tuple)) or not all(name in loaded for name in named):
             raise LoraError(f"set_adapters: {adapter_names!r}: loaded are {', '.join(loaded) or 'none'}")
-        for weight in _numbers(adapter_weights):
-            if not isinstance(weight, (int, float)) or not math.isfinite(weight):
-                raise LoraError(f"set_adapters: the weight {weight!r} must be a finite number, such as 0.8")
         super().set_adapters(adapter_names, adapter_weights)
 
     def delete_adapters(self, adapter_names: list[str] | str) -> None:

@@ -113,7 +113,7 @@ def test_good_rows_become_videos_and_bad_ones_are_told_with_their_line(here, row
     assert [line.partition(":")[0] for line in out.splitlines()] == [f"rows/{name}.mp4" for name in names]
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert errors == [
-        "error: rows.jsonl line 3: seed 'many': must be a whole number",
+        'error: rows.jsonl line 3: seed "many": must be a whole number',
         "error: rows.jsonl line 5: height 65: must be a multiple of 16 from 16 to 2048; nearest: 64 or 80",
     ]
     assert err.splitlines()[-1] == "rows/manifest.json: 3 done, 2 failed"
@@ -123,7 +123,7 @@ def test_good_rows_become_videos_and_bad_ones_are_told_with_their_line(here, row
     assert manifest["bytes"] == {f"{name}.mp4": (folder / f"{name}.mp4").stat().st_size for name in names}
     done, failed = manifest["rows"][1:3]
     assert done == {"line": 2, "status": "done", "prompt": "a dog", "seed": 3, "file": "0002-a-dog-3.mp4"}
-    problem = "seed 'many': must be a whole number"
+    problem = 'seed "many": must be a whole number'
     assert failed == {"line": 3, "status": "failed", "problems": [problem], "kinds": ["PromptsFileError"]}
     records = [json.loads((folder / f"{name}.json").read_text()) for name in names]
     assert [record["negative_prompt"] for record in records] == [None, "cats", None]
@@ -163,7 +163,7 @@ def test_the_result_as_json_and_the_dry_run_name_what_failed(here, rows_file, tm
         (3, ["PromptsFileError"]),
         (5, ["SettingsError"]),
     ]
-    assert failed[0]["problems"] == ["seed 'many': must be a whole number"]
+    assert failed[0]["problems"] == ['seed "many": must be a whole number']
     rows = [row for row in manifest_of(tmp_path / "other")["rows"] if row["status"] == "failed"]
     assert rows == [{**failure, "status": "failed"} for failure in failed]
     assert len(videos_in(tmp_path / "other")) == 3
