@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import difflib
 import os
-import re
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kandinsky5_nabla.configs import Preset, find_preset, load_preset, preset_names
+from kandinsky5_nabla.configs.arguments import HUB_ID
 from kandinsky5_nabla.configs.errors import (
     ArgumentError,
     CheckpointError,
@@ -37,7 +37,6 @@ from kandinsky5_nabla.pipeline.safety import check_folder, check_weights, read_j
 from kandinsky5_nabla.pipeline.single_file import SOURCES, attention_of, checked_file, part_folder
 
 DEFAULT_PRESET = "lite-t2v-10s-sft"
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # "./name" is a folder
 ORIGINAL_FOLDER = "model"  # of the transformer in a repository of the original layout
 PARTS = ("vae", "text_encoder", "text_encoder_2")
 TEXT_PARTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
