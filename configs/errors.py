@@ -183,9 +183,9 @@ class OutputError(UserError, ValueError, OSError):
 
 
 class TakenError(UserError, FileExistsError, IsADirectoryError, NotADirectoryError):
-    """The name of an output is taken by a file, a folder or the state of another run."""
+    """The name of an output is taken by a file, a folder, another run's state, or a process that makes it now."""
 
-    remedy = "Choose another name, or replace what is there with `--overwrite`."
+    remedy = "Choose another name, wait for the process, or replace what is there with `--overwrite`."
     exit_codes = (2, 1)
 
 
