@@ -134,6 +134,7 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
         BadInput: with every problem that was found.
     """
     report = Report()
+    goes_on = saved is not None and saved.folder is not None
     embeds = None if args.embeds is None else _load_embeds(report, args.embeds)
     if embeds is not None and not args.prompt:
         args.prompt = list(embeds.texts.prompts)
@@ -149,7 +150,6 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
     overwrite = args.overwrite or own
     if args.prompts is None:
         batch, videos = None, _videos(report, args, codec, saved, overwrite)
-        goes_on = saved is not None and saved.folder is not None
         report.add(TakenError, _state_problems(videos, args.overwrite or goes_on))
     else:
         batch = plan_batch(report, args, setup, codec, crf, argv)
@@ -158,9 +158,7 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
         report.extend(saved.problems(setup))
     if args.checkpoint_every is not None and not 1 <= args.checkpoint_every <= MAX_COUNT:
         report.add(SettingsError, [f"--checkpoint-every {args.checkpoint_every}: must be from 1 to {MAX_COUNT} steps"])
-    reports = None if args.report is None else _reports(report, args, batch, videos)
-    if args.report is not None and not setup.sparse:
-        report.add(BackendError, [f"--report: {NOTHING_TO_REPORT}; leave it out"])
+    reports = None if args.report is None else _reports(report, args, setup, batch, videos)
     if args.save_embeds is not None:
         report.extend(named_file_problems("save-embeds", args.save_embeds, "prompts.safetensors", args.overwrite))
         if args.embeds is not None:
@@ -171,8 +169,8 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
             )
     report.extend(log_problems(args.log))
     if embeds is not None:
-        goes_on = saved is not None and saved.folder is not None  # then nobody has named the file
-        report.add(StateError if goes_on else EmbedsError, _embeds_problems(embeds, setup, args.prompt, goes_on))
+        kind = StateError if goes_on else EmbedsError  # of a state nobody has named the file
+        report.add(kind, _embeds_problems(embeds, setup, args.prompt, goes_on))
     preview = _preview(report, args, setup, [] if batch else videos)  # a row's sheet is checked with the row
     if batch is not None and not report.problems:
         setup = planned_for_all(report, setup, videos) if videos else setup
@@ -252,7 +250,7 @@ def _preview(report: Report, args: argparse.Namespace, setup: Setup, videos: lis
 
 
 def _reports(
-    report: Report, args: argparse.Namespace, batch: Batch | None, videos: list[Video]
+    report: Report, args: argparse.Namespace, setup: Setup, batch: Batch | None, videos: list[Video]
 ) -> list[dict[str, Any]] | None:
     """Return the reports of rows that are done, whose file is continued; why there can be no file is reported."""
     earlier = None if batch is None else earlier_reports(args.report, batch)
@@ -263,6 +261,7 @@ def _reports(
         names[os.path.realpath(batch.folder / MANIFEST)] = "the manifest of the videos"
     if name := names.get(os.path.realpath(args.report)):
         report.add(OutputError, [f"report {args.report}: is the name of {name}; choose another"])
+    report.add(BackendError, [] if setup.sparse else [f"--report: {NOTHING_TO_REPORT}; leave it out"])
     return earlier
 
 
