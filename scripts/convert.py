@@ -14,7 +14,6 @@ import os
 import shutil
 import struct
 import sys
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -300,7 +299,9 @@ def _write_json(path: Path, content: Any) -> None:
 @contextmanager
 def complete_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder beside `path`; when the body ends it takes the place of `path`, when it raises it goes."""
-    temporary, old = (path.with_name(f".{uuid.uuid4().hex}") for _ in range(2))
+    from kandinsky5_nabla.pipeline.files import temporary_name
+
+    temporary, old = (temporary_name(path, "") for _ in range(2))
     temporary.mkdir()
     try:
         yield temporary
