@@ -135,7 +135,7 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
     """
     report = Report()
     goes_on = saved is not None and saved.folder is not None
-    embeds = None if args.embeds is None else _load_embeds(report, args.embeds)
+    embeds = saved.embeds if saved is not None and goes_on else _load_embeds(report, args.embeds)
     if embeds is not None and not args.prompt:
         args.prompt = list(embeds.texts.prompts)
     setup = make_setup(report, args, args.num_videos, len(args.prompt or [""]))
@@ -169,8 +169,9 @@ def make_plan(args: argparse.Namespace, saved: Saved | None = None, argv: Sequen
             )
     report.extend(log_problems(args.log))
     if embeds is not None:
-        kind = StateError if goes_on else EmbedsError  # of a state nobody has named the file
-        report.add(kind, _embeds_problems(embeds, setup, args.prompt, goes_on))
+        if not goes_on:
+            report.add(EmbedsError, _text_problems(embeds, setup, args.prompt))
+        report.extend(_width_problems(embeds, setup, goes_on))
     preview = _preview(report, args, setup, [] if batch else videos)  # a row's sheet is checked with the row
     if batch is not None and not report.problems:
         setup = planned_for_all(report, setup, videos) if videos else setup
@@ -226,7 +227,9 @@ def _videos(
     return videos
 
 
-def _load_embeds(report: Report, path: Path) -> EmbedsFile | None:
+def _load_embeds(report: Report, path: Path | None) -> EmbedsFile | None:
+    if path is None:
+        return None
     from kandinsky5_nabla.pipeline.embeds_file import load_embeds  # here: it loads torch
 
     try:
@@ -265,21 +268,26 @@ def _reports(
     return earlier
 
 
-def _embeds_problems(embeds: EmbedsFile, setup: Setup, prompts: list[str], of_state: bool) -> Iterator[str]:
-    """Yield why encoded prompts do not serve this run."""
-    from kandinsky5_nabla.pipeline.embeds_file import check_fits
+def _text_problems(embeds: EmbedsFile, setup: Setup, prompts: list[str]) -> Iterator[str]:
+    """Yield which texts of this run are not among the encoded ones."""
     from kandinsky5_nabla.pipeline.text import DEFAULT_NEGATIVE_PROMPT
 
     negative = DEFAULT_NEGATIVE_PROMPT if setup.negative_prompt is None else setup.negative_prompt
     guided = setup.settings.guidance_scale != 1
     for problem in embeds.texts.problems(prompts, negative if guided else None):
-        yield f"{'' if of_state else '--embeds '}{embeds.path}: {problem}"
+        yield f"--embeds {embeds.path}: {problem}"
+
+
+def _width_problems(embeds: EmbedsFile, setup: Setup, of_state: bool) -> Iterator[UserError]:
+    """Yield why the transformer cannot take encoded texts; those of a state nobody has named."""
+    from kandinsky5_nabla.pipeline.embeds_file import check_fits
+
     config = setup.checkpoint.configs["transformer"]
     if config or find_preset(setup.model) is not None:  # a published one that is not here yet has the published widths
         try:
             check_fits(embeds, config)
         except ValueError as error:
-            yield str(error) if of_state else f"--embeds: {error}"
+            yield StateError(str(error)) if of_state else EmbedsError(f"--embeds: {error}")
 
 
 def _state_problems(videos: list[Video], overwrite: bool) -> Iterator[str]:

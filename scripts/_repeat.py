@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kandinsky5_nabla.configs.errors import NotFoundError, RecordError, StateError, UsageError, UserError
 from kandinsky5_nabla.pipeline.checks import Geometry
@@ -19,6 +19,9 @@ from kandinsky5_nabla.scripts._record import FIXED, Record, as_argv, read_record
 from kandinsky5_nabla.scripts._setup import BadInput, Setup
 from kandinsky5_nabla.scripts._state import SUFFIX, StateFolder
 from kandinsky5_nabla.scripts._videos import codec_of_suffix, name_beside
+
+if TYPE_CHECKING:
+    from kandinsky5_nabla.pipeline.embeds_file import EmbedsFile
 
 SOURCES = {"resume": "--resume", "decode_only": "--decode-only", "repeat": "--from"}
 RUNNING = (
@@ -60,6 +63,7 @@ class Saved:
         record: its record.
         output: the video that the record is of.
         folder: the state; None for a record alone, which is the beginning of a new run.
+        embeds: the encoded text of the state.
         completed: steps that the state has behind it.
         shape: of the state's latents; None where it has none yet.
         chosen: whether the arguments name a preset or model of their own.
@@ -69,6 +73,7 @@ class Saved:
     record: Record
     output: Path
     folder: StateFolder | None = None
+    embeds: EmbedsFile | None = None
     completed: int = 0
     shape: tuple[int, ...] | None = None
     chosen: bool = False
@@ -176,29 +181,30 @@ def _saved_state(source: Path) -> Saved:
         if StateFolder(source).exists():
             raise StateError(f"is a state whose name does not end in {SUFFIX}; rename the folder to {folder}")
     output, record = folder.read_settings()
-    _check_text(folder, record)
+    saved = Saved(source, record, output, folder, _text_of(folder, record))
     state = folder.load()
     if state is None:
-        return Saved(source, record, output, folder)
+        return saved
     if state["completed"] > record.num_inference_steps:
         raise StateError(f"{folder} is damaged: {state['completed']} of {record.num_inference_steps} steps are done")
-    return Saved(source, record, output, folder, state["completed"], tuple(state["latents"].shape))
+    return dataclasses.replace(saved, completed=state["completed"], shape=tuple(state["latents"].shape))
 
 
-def _check_text(folder: StateFolder, record: Record) -> None:
-    """Raise StateError unless a state has the encoded text of its record."""
+def _text_of(folder: StateFolder, record: Record) -> EmbedsFile:
+    """Return the encoded text of a state; StateError unless it is that of its record."""
     from kandinsky5_nabla.pipeline.embeds_file import load_embeds  # here: it loads torch
     from kandinsky5_nabla.pipeline.text import DEFAULT_NEGATIVE_PROMPT
 
     negative = DEFAULT_NEGATIVE_PROMPT if record.negative_prompt is None else record.negative_prompt
     try:
-        texts = load_embeds(folder.text).texts
+        embeds = load_embeds(folder.text)
     except NotFoundError as error:
         raise StateError(f"{folder} is damaged: there is no {folder.text}") from error
     except (OSError, ValueError) as error:  # which speaks of the option that has such files
         raise StateError(f"{folder.text} is cut short or damaged, or holds no encoded text") from error
-    if texts.problems([record.prompt], negative if record.guidance_scale != 1 else None):
+    if embeds.texts.problems([record.prompt], negative if record.guidance_scale != 1 else None):
         raise StateError(f"{folder.text} is not the text of the run in {folder}")
+    return embeds
 
 
 def _shape_of_latents(setup: Setup, channels: int) -> tuple[int, ...]:
